@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from kp_core.engines.base import Engine, TokenStream
     from kp_core.engines.comparing import Calibration, Comparison, calibrate_composer, compare_composers
     from kp_core.engines.local.tree import PrefixTree
-    from kp_core.engines.request import Generation, Request
+    from kp_core.engines.reading import AsyncStream, Generation, Stream, Usage
+    from kp_core.engines.request import Request
     from kp_core.engines.session import Session
     from kp_core.engines.shared import load_engine
-    from kp_core.engines.streams import AsyncStream, Stream
     from kp_core.errors import KnowledgePackError
     from kp_core.facts import ChromaFactStore, Fact, FactStore, Hit, MemoryFactStore
     from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from kp_core.prompt.template import ChatTemplate
     from kp_core.steering import Steering
     from kp_core.tools import Delta, Tool, ToolCall, ToolCallDelta
-    from kp_core.usage import Usage
 
 __all__ = [
     "AsyncStream",
@@ -107,10 +106,10 @@ _PLACES = {
     "engines.base": "Engine TokenStream",
     "engines.comparing": "Calibration Comparison calibrate_composer compare_composers",
     "engines.local.tree": "PrefixTree",
-    "engines.request": "Generation Request",
+    "engines.reading": "AsyncStream Generation Stream Usage",
+    "engines.request": "Request",
     "engines.session": "Session",
     "engines.shared": "load_engine",
-    "engines.streams": "AsyncStream Stream",
     "errors": "KnowledgePackError",
     "facts": "ChromaFactStore Fact FactStore Hit MemoryFactStore",
     "facts.embed": "Embedder SentenceTransformerEmbedder",
@@ -126,7 +125,6 @@ _PLACES = {
     "prompt.template": "ChatTemplate",
     "steering": "Steering",
     "tools": "Delta Tool ToolCall ToolCallDelta",
-    "usage": "Usage",
 }
 _MODULES = {name: f"{__name__}.{module}" for module, names in _PLACES.items() for name in names.split()}
 

@@ -24,7 +24,7 @@ from starlette.responses import PlainTextResponse
 from kp_cli.play.world import Way, World
 from kp_cli.shared import ERRORS, message_of
 from kp_core.engines.explain import Explanation
-from kp_core.engines.request import Generation
+from kp_core.engines.reading import Generation
 from kp_core.errors import ModelError
 
 __all__ = ["make_page", "serve"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from kp_core.engines.explain import Explanation
-from kp_core.engines.request import Generation
+from kp_core.engines.reading import Generation
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, SourceError
 from kp_core.facts import Fact, MemoryFactStore

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -25,7 +24,7 @@ from kp_core.prompt.conversation import Message
 if TYPE_CHECKING:
     from kp_core.engines.session import Session
 
-__all__ = ["Calibration", "Comparison", "Doubts", "calibrate_composer", "compare_composers"]
+__all__ = ["Calibration", "Comparison", "calibrate_composer", "compare_composers", "warn_of_approximation"]
 
 logger = logging.getLogger(__name__)
 
@@ -169,31 +168,26 @@ def calibrate_composer(
     return calibration
 
 
-class Doubts:
-    """Warns about approximate composers, once for each store and composer."""
+def warn_of_approximation(plan: Plan, view: PackView | None, model: str, warned: set[tuple[str, str]]) -> None:
+    """Log a warning for each approximate composer in `plan` that no measurement has shown to be safe.
 
-    def __init__(self) -> None:
-        self._said: set[tuple[str, str]] = set()
-        self._lock = threading.Lock()
-
-    def say(self, plan: Plan, view: PackView | None, model: str) -> None:
-        """Log a warning for each approximate composer in `plan` that no measurement has shown to be safe."""
-        keys = {region.composer.key for region in plan.regions if region.composer and not region.composer.exact}
-        for key in keys - {"accept"}:  # `mismatch="accept"` asks for other numerics, so it needs no warning.
-            blobs = None if view is None else view.source.blobs
-            with self._lock:
-                if (str(blobs), key) in self._said:
-                    continue
-                self._said.add((str(blobs), key))
-            calibration = None if blobs is None else _stored(blobs, key, model)
-            if calibration is None:
-                logger.warning(
-                    "Answers with composer %r are approximate, and nothing says how good they are on your data: "
-                    "measure with `kp_core.calibrate_composer(engine, questions, composer, view=...)`.",
-                    key,
-                )
-            elif not calibration.is_safe:
-                logger.warning("Answers with composer %r are approximate: %s.", key, calibration)
+    `warned` collects the stores and composers, so that the warning comes once for each.
+    """
+    blobs = None if view is None else view.source.blobs
+    keys = {region.composer.key for region in plan.regions if region.composer and not region.composer.exact}
+    for key in keys - {"accept"}:  # `mismatch="accept"` asks for other numerics, so it needs no warning.
+        if (str(blobs), key) in warned:
+            continue
+        warned.add((str(blobs), key))
+        calibration = None if blobs is None else _stored(blobs, key, model)
+        if calibration is None:
+            logger.warning(
+                "Answers with composer %r are approximate, and nothing says how good they are on your data: "
+                "measure with `kp_core.calibrate_composer(engine, questions, composer, view=...)`.",
+                key,
+            )
+        elif not calibration.is_safe:
+            logger.warning("Answers with composer %r are approximate: %s.", key, calibration)
 
 
 def _stored(blobs: Blobs, composer: str, model: str) -> Calibration | None:

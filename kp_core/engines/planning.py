@@ -1,54 +1,44 @@
-"""Makes plans from messages."""
+"""Makes plans from messages: the order of the packs, where the KV of each comes from, and which KV the store keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from hashlib import blake2b
+from typing import TypeAlias
 
 from kp_core.compose import Composer, ExactComposer, NaiveComposer, PacketComposer, laid_out
-from kp_core.engines.keeping import Keeper, Met
-from kp_core.engines.ordering import Ordering, missing_tokens
-from kp_core.engines.request import Request
-from kp_core.errors import ContextOverflowError
+from kp_core.engines.request import CompiledFor, Request
+from kp_core.errors import ContextOverflowError, KnowledgePackError, OptionError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
+from kp_core.packs.kept import KeptEntry, KeptKV
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
-from kp_core.packs.view import PackView, explicit_packs
+from kp_core.packs.view import PackRef, PackView, Segment, explicit_packs
 from kp_core.plan import Plan, Region, plan_regions, plan_steered
-from kp_core.prompt.conversation import Message, placed
+from kp_core.prompt.conversation import Message, Turn, placed
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import as_steering
 
-__all__ = ["Planned", "Planner"]
+__all__ = ["Learned", "Planner"]
 
 _DEFAULT_MAX_TOKENS = 512
+_GAP_TOKENS = 64  # Most tokens between two packs that are kept together with the second one.
+_BEGINS = 8  # First tokens of a part that belong to its key.
+_REMEMBERED = 8192  # Recognised packs and kept parts that are remembered as met.
+_PLACES = 256  # Places of packs side by side that are remembered.
+_SEQUENCES = 256  # Sequences of packs remembered at one place, a few hundred bytes each.
+_LOOKED_AT = 4  # Known beginnings to try; each costs a rendering.
 
-
-@dataclass(frozen=True)
-class Planned:
-    """The plan of a request, and what to compute when the engine is idle, for later requests."""
-
-    plan: Plan
-    learned: Sequence[tuple[KnowledgePack, Plan]] = ()
-    """Recognised packs to compile for their positions: each without KV, and with the plan that computes it."""
-    upgrade: Plan | None = None
-    """With `upgrade="background"`, the exact plan in place of one with composed packs."""
-
-
-@dataclass(frozen=True)
-class _Sourced:
-    """A prompt and the sources of its packs: which load their KV, which are composed, which to compile for later."""
-
-    prompt: Prompt
-    packs: frozenset[Span]
-    composed: Mapping[Span, Composer]
-    learned: Sequence[tuple[KnowledgePack, Plan]]
-
-    def regions(self, steered: Sequence[Region] = ()) -> tuple[Region, ...]:
-        """The regions of the prompt."""
-        return plan_regions(self.prompt, self.packs, self.composed, steered)
+Handles: TypeAlias = tuple[str, ...]
+Learned: TypeAlias = Sequence[tuple[KnowledgePack, Plan]]
+"""Recognised packs to compile for their positions: each without KV, and with the plan that computes it."""
 
 
 class Planner:
@@ -64,8 +54,7 @@ class Planner:
         """`found` returns how many tokens of a prompt, from the first on, are in memory."""
         self._found, self._ordering = found, Ordering()
         self._template, self._identity, self._max_positions = template, identity, max_positions
-        self._keeper = Keeper(template, identity)
-        self._met = Met()
+        self._met, self._lock = dict[Hashable, None](), threading.Lock()
 
     def plan(
         self,
@@ -74,8 +63,11 @@ class Planner:
         *,
         tokens: int | None = None,
         learn: bool = True,
-    ) -> Planned:
-        """The plan of one request.
+    ) -> tuple[Plan, Learned, Plan | None]:
+        """The plan of one request, and what to compute for later ones when the engine is idle.
+
+        Besides the plan, returns the packs to compile and, with `upgrade="background"`, the exact plan in place of one
+        with composed packs.
 
         The answer may take `tokens` tokens, by default as many as the request allows. Without `learn`, recognised texts
         and kept KV are not counted as met.
@@ -101,37 +93,29 @@ class Planner:
         )
         if request.upgrade == "background" and self._is_upgraded(prompt, request, view):
             request = replace(request, composer=ExactComposer())
-        sourced = self._sourced(prompt, request, view, learn=learn)
-        prompt, learned = sourced.prompt, sourced.learned
+        plan, learned = self._sourced(prompt, request, view, learn=learn)
+        prompt, is_wrapped = plan.prompt, False
         steered = self._steered(prompt, request)
-        laid_prompt = prompt
         if isinstance(composer := request.composer, PacketComposer):
             composer.check(self._identity)
+            wrapped = [span for region in plan.regions if region.composer == composer for span in region.spans]
             if steered or not request.reuse:  # Steered packs are computed; without reuse, everything is.
                 request = replace(request, composer=ExactComposer())
-            else:
-                wrapped = [span for span, span_composer in sourced.composed.items() if span_composer == composer]
-                laid_prompt = laid_out(prompt, wrapped, self._template.ends(prompt), composer) if wrapped else prompt
-            sourced = self._sourced(laid_prompt, request, view)
-            steered = self._steered(sourced.prompt, request)
-        plan = Plan(
-            sourced.prompt,
-            sourced.regions(steered),
-            request.sampling,
-            self._budget(sourced.prompt, request, tokens),
-            packs=view,
-            reuse=request.reuse,
-        )
+                plan, _ = self._sourced(prompt, request, view)
+            elif wrapped:
+                is_wrapped = True
+                plan, _ = self._sourced(laid_out(prompt, wrapped, self._template.ends(prompt), composer), request, view)
+        plan = replace(plan, sampling=request.sampling, token_budget=self._budget(plan.prompt, request, tokens))
         if steered:
-            below = self._sourced(prompt.until(steered[0].stop), request, view)
-            plan = replace(plan, below=replace(plan, prompt=below.prompt, regions=below.regions()))
-        plan = replace(plan, kept=self._keeper.of(plan, request, learn=learn))
+            below, _ = self._sourced(prompt.until(steered[0].stop), request, view)
+            plan = replace(plan, regions=plan_regions(plan.prompt, steered=steered), below=below)
+        plan = replace(plan, kept=self._kept(plan, request, learn=learn))
         upgrade = None
         if request.upgrade == "background" and any(region.composer for region in plan.regions):
             upgrade = self._exact(prompt, view, reuse=plan.reuse)
-            if laid_prompt is prompt:  # Otherwise the parts of `kept` are positions between the composer's tokens.
+            if not is_wrapped:  # Otherwise the parts of `kept` are positions between the composer's tokens.
                 upgrade = replace(upgrade, kept=plan.kept)
-        return Planned(plan, learned, upgrade)
+        return plan, learned, upgrade
 
     def _steered(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Region, ...]:
         """The steered regions of `prompt`. Checks their steerings against the model and warns of too strong ones."""
@@ -146,10 +130,9 @@ class Planner:
     def pinned(self, pack: KnowledgePack, span: Span) -> Plan:
         """The plan for `pack` after the prefix that it was compiled for, with nothing after it."""
         prompt = Prompt(pack.prefix.token_ids + pack.token_ids, (span,), owner=pack.namespace)
-        sourced = self._sourced(prompt, Request())
-        steered = self._steered(sourced.prompt, Request(), answering=False)
-        plan = Plan(sourced.prompt, sourced.regions(steered))
-        return replace(plan, below=replace(plan, regions=sourced.regions())) if steered else plan
+        plan, _ = self._sourced(prompt, Request())
+        steered = self._steered(plan.prompt, Request(), answering=False)
+        return replace(plan, regions=plan_regions(plan.prompt, steered=steered), below=plan) if steered else plan
 
     def wanted(
         self, prefix: Prefix, token_ids: Sequence[int], namespace: str = "", before: Sequence[Span] = ()
@@ -165,11 +148,11 @@ class Planner:
 
     def _sourced(
         self, prompt: Prompt, request: Request, source: PackView | None = None, *, learn: bool = False
-    ) -> _Sourced:
-        """Decide where the KV of each pack of `prompt` comes from.
+    ) -> tuple[Plan, Learned]:
+        """The plan that prefills `prompt` unsteered, and the packs to compile for later requests.
 
-        A recognised pack without KV for its position is computed as text; from the second time on, it is also compiled
-        for that position. With a steering, recognised packs are text.
+        Decides where the KV of each pack comes from. A recognised pack without KV for its position is computed as text;
+        from the second time on, it is also compiled for that position. With a steering, recognised packs are text.
         """
         packs, composed, learned = set[Span](), dict[Span, Composer](), list[tuple[KnowledgePack, Plan]]()
         spans, text_spans = list[Span](), list[Span]()
@@ -186,7 +169,7 @@ class Planner:
                 if is_plain and read:
                     packs.add(read)
                     spans.append(read)
-                elif is_plain and self._met((span.handle, hash(prompt.token_ids[: span.start])), learn=learn):
+                elif is_plain and self._was_met((span.handle, hash(prompt.token_ids[: span.start])), learn=learn):
                     spans.append(span)
                     learned.append(self._compiled(span, prompt))
                 else:
@@ -204,7 +187,8 @@ class Planner:
                 packs.add(span)
             spans.append(span)
         prompt = replace(prompt, spans=tuple(spans), as_text=(*prompt.as_text, *text_spans))
-        return _Sourced(prompt, frozenset(packs), composed, learned)
+        regions = plan_regions(prompt, packs, composed)
+        return Plan(prompt, regions, packs=source, reuse=request.reuse), learned
 
     def _composer(
         self, span: Span, prompt: Prompt, request: Request, composable: Collection[Span], *, is_home: bool
@@ -242,8 +226,8 @@ class Planner:
 
     def _exact(self, prompt: Prompt, source: PackView | None, *, reuse: bool) -> Plan:
         """The plan that prefills `prompt` without composers."""
-        sourced = self._sourced(prompt, Request(), source)
-        return Plan(sourced.prompt, sourced.regions(), packs=source, reuse=reuse)
+        plan, _ = self._sourced(prompt, Request(reuse=reuse), source)
+        return plan
 
     def _is_upgraded(self, prompt: Prompt, request: Request, source: PackView | None) -> bool:
         """Whether the exact KV of a prompt, up to the end of its last pack, is in memory."""
@@ -253,9 +237,13 @@ class Planner:
 
     def _missing(self, prompt: Prompt, request: Request, source: PackView | None) -> int:
         """How many tokens of a prompt would be computed now."""
-        sourced = self._sourced(prompt, request, source)
-        plan = Plan(sourced.prompt, sourced.regions(), reuse=request.reuse)
-        return missing_tokens(plan, self._found(plan))
+        plan, _ = self._sourced(prompt, request, source)
+        found, tokens = self._found(plan), 0
+        for region in plan.regions:
+            pack = region.span.pack if region.span and region.source in ("pack", "composed") else None
+            if pack is None or (pack.kv is None and not pack.stored_bytes):
+                tokens += max(0, region.stop - max(region.start, found))
+        return tokens
 
     def _budget(self, prompt: Prompt, request: Request, tokens: int | None) -> int:
         """How many tokens the answer may take. Raises `ContextOverflowError` if they do not fit after the prompt."""
@@ -264,3 +252,317 @@ class Planner:
         if budget > room:
             raise ContextOverflowError(len(prompt), budget, self._max_positions)
         return budget
+
+    def _was_met(self, key: Hashable, *, learn: bool = True) -> bool:
+        """Whether `key` was met before. With `learn`, it is met now."""
+        with self._lock:
+            was_met = key in self._met
+            if learn and not was_met:
+                if len(self._met) >= _REMEMBERED:
+                    del self._met[next(iter(self._met))]
+                self._met[key] = None
+            return was_met
+
+    def _kept(self, plan: Plan, request: Request, *, learn: bool) -> KeptKV | None:
+        """The kept KV for `plan`; with `learn`, also the parts that this request must keep.
+
+        `None` if nothing can be kept: without a store that keeps KV, without reuse, with `keep="never"`, or for a
+        steered prompt. Raises `OptionError` for a `keep_in` that the view may not read.
+        """
+        view = request.view
+        if view is None or (entries := view.source.kept) is None:
+            return None
+        if request.keep_in is not None and request.keep_in not in view.namespaces:
+            raise OptionError(f"Got keep_in={request.keep_in!r}; expected one of the view: {sorted(view.namespaces)}.")
+        if not plan.reuse or plan.below is not None or request.keep == "never" or not entries.max_bytes:
+            return None
+        kept = KeptKV(
+            entries, frozenset(view.namespaces), dict(self._kept_keys(plan, request, view)), request.keep == "always"
+        )
+        if learn:
+            missing = (part for part in kept.keys if not kept.has(*part))
+            kept.wanted = frozenset(
+                part for part in missing if request.keep == "always" or self._was_met(kept.keys[part])
+            )
+        # A wrapped pack is compiled once and kept then, under every policy except `never`.
+        kept.keys |= self._wrapped_keys(plan)
+        return kept if kept.keys else None
+
+    def _kept_keys(self, plan: Plan, request: Request, view: PackView) -> Iterator[tuple[tuple[int, int], KeptEntry]]:
+        """The key of each pack that is not read from its own entry, by the part `start:stop` of the prompt.
+
+        A short text between two packs belongs to the part of the second one.
+        """
+        prompt, namespace = plan.prompt, request.keep_in
+        if namespace is None and len(view.namespaces) == 1:
+            namespace = next(iter(view.namespaces))
+        # KV behind words of the conversation is kept in `namespace`, or not at all.
+        hasher, behind_words, digested = blake2b(digest_size=16), self._behind_words(prompt), 0
+        handles: list[str] = []
+        for region in plan.regions:
+            span = region.span if region.source == "pack" else None
+            # A pack whose KV is not stored is computed each time by choice, so only `keep="always"` keeps it.
+            has_entry = span is not None and bool(span.pack.kv or span.pack.stored_bytes or request.keep != "always")
+            last_stop = region.start
+            for pack_span in prompt.spans:
+                if not region.start <= pack_span.start < region.stop:
+                    continue
+                if find_handles(pack_span.handle) and pack_span.handle not in handles:
+                    handles.append(pack_span.handle)
+                start = (
+                    last_stop
+                    if handles and digested and pack_span.start - last_stop <= _GAP_TOKENS
+                    else pack_span.start
+                )
+                hasher.update(_packed(prompt.token_ids[digested:start]))
+                digested, last_stop = start, pack_span.stop
+                if handles and not region.label and not has_entry and (namespace or not behind_words[pack_span]):
+                    key = hasher.hexdigest(), prompt.token_ids[start : pack_span.stop], tuple(handles)
+                    words = namespace if behind_words[pack_span] else None
+                    yield (start, pack_span.stop), KeptEntry(self._identity, start, *key, words, _BEGINS)
+            if region.label:
+                hasher.update(_packed(prompt.token_ids[digested : region.stop]) + f"{region.label}\n".encode())
+                digested = region.stop
+
+    def _wrapped_keys(self, plan: Plan) -> dict[tuple[int, int], KeptEntry]:
+        """The key of each wrapped pack that has a handle. The key of the composer names the wrapper."""
+        keys = {}
+        for region in plan.regions:
+            for span in region.spans if isinstance(region.composer, PacketComposer) else ():
+                if region.composer and find_handles(span.handle):
+                    pack, composer = span.pack, region.composer.key
+                    key = KeptEntry.wrapped(self._identity, composer, pack.prefix, pack.token_ids, span.handle)
+                    keys[span.start, span.stop] = key
+        return keys
+
+    def _behind_words(self, prompt: Prompt) -> dict[Span, bool]:
+        """For each pack, whether words of the conversation precede it.
+
+        The template, other packs and white space do not count as words.
+        """
+        by_span, has_words = dict[Span, bool](), False
+        for at, span in enumerate(prompt.spans):
+            if at:
+                has_words = has_words or bool(prompt.rendered[prompt.spans[at - 1].chars[1] : span.chars[0]].strip())
+            else:
+                has_words = self._known(prompt) < span.start
+            # A pack without a handle is not in the store, so its text counts as words.
+            has_words = has_words or not find_handles(span.handle)
+            by_span[span] = has_words
+        return by_span
+
+    def _known(self, prompt: Prompt) -> int:
+        """How many of the first tokens the template wrote, or are the prefix that a pack here was compiled for."""
+        prefixes = [*self._heads, *(span.pack.prefix.token_ids for span in prompt.spans)]
+        return max((len(prefix) for prefix in prefixes if prompt.token_ids[: len(prefix)] == prefix), default=0)
+
+    @cached_property
+    def _heads(self) -> list[tuple[int, ...]]:
+        """The tokens before the first pack of a user message, and of the system message."""
+        heads = []
+        roles: tuple[CompiledFor, ...] = ("user", "system")
+        for role in roles:
+            with suppress(KnowledgePackError):  # Not every template has a system message.
+                heads.append(self._template.prefix(role).token_ids)
+        return heads
+
+
+def _packed(ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(ids)}Q", *ids)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Packs side by side in one message, separated by the same text; `place` identifies everything before them."""
+
+    place: Hashable
+    packs: tuple[PackRef, ...]
+
+    @property
+    def handles(self) -> Handles:
+        """Their handles in the given order, each once."""
+        return tuple(dict.fromkeys(pack.handle for pack in self.packs))
+
+
+class Ordering:
+    """Renders prompts with their packs in the given order or, where it is free, in the one with the least to compute.
+
+    It remembers which sequences of packs were sent at each place, and tries the most recent ones first, then a pack
+    that was compiled for the position. The answer is exact for the chosen order: it is the answer to the text in this
+    order. ContextPilot (MLSys 2026) gains speed from common prefixes in the same way.
+    """
+
+    def __init__(self) -> None:
+        self._places: OrderedDict[Hashable, OrderedDict[Handles, None]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def prompt(
+        self,
+        turns: Sequence[Turn],
+        render: Callable[[Sequence[Turn]], Prompt],
+        cost: Callable[[Prompt], int],
+        *,
+        is_free: bool,
+        learn: bool,
+    ) -> Prompt:
+        """The prompt. It never costs more to compute than the prompt in the given order.
+
+        A set of packs that was sent before at the same place keeps its order, so a conversation keeps its orders.
+        """
+        prompt, orders, groups = render(turns), dict[int, Handles](), _arranged(turns, {})[1]
+        if is_free and groups:
+            prompt, orders = self._best(turns, render, cost, prompt, groups)
+        if learn and groups:
+            self._keep(_arranged(turns, orders)[1], orders)
+        moved = [
+            handle != original
+            for at, order in orders.items()
+            for handle, original in zip(order, groups[at].handles, strict=True)
+        ]
+        return replace(prompt, reordered=sum(moved))
+
+    def _best(
+        self,
+        turns: Sequence[Turn],
+        render: Callable[[Sequence[Turn]], Prompt],
+        cost: Callable[[Prompt], int],
+        prompt: Prompt,
+        given: Sequence[Group],
+    ) -> tuple[Prompt, dict[int, Handles]]:
+        orders: dict[int, Handles] = {}
+        best_cost, settled = cost(prompt), set()
+        for at in range(len(given)):
+            # The place of a group depends on the orders of the groups before it.
+            group = _arranged(turns, orders)[1][at]
+            remembered = next((handles for handles in self._sent(group) if set(handles) == set(group.handles)), None)
+            settled |= {at} if remembered else set()
+            orders[at] = remembered or given[at].handles
+        if any(orders[at] != tuple(pack.handle for pack in group.packs) for at, group in enumerate(given)):
+            trial = render(_arranged(turns, orders)[0])
+            if (trial_cost := cost(trial)) <= best_cost:
+                prompt, best_cost = trial, trial_cost
+            else:
+                orders, settled = {}, set()
+        for at in range(len(given)):
+            group = _arranged(turns, orders)[1][at]
+            # KV of this order may be gone from memory while KV of another order is there.
+            if at in settled and best_cost < min(len(pack.pack.token_ids) for pack in group.packs):
+                continue
+            for order in self._candidates(group, partial(_stands, prompt)):
+                if order != orders.get(at, group.handles):
+                    trial = render(_arranged(turns, {**orders, at: order})[0])
+                    if (trial_cost := cost(trial)) < best_cost:
+                        prompt, best_cost, orders = trial, trial_cost, {**orders, at: order}
+        return prompt, orders
+
+    def _candidates(self, group: Group, is_home: Callable[[PackRef], bool]) -> list[Handles]:
+        """The orders to try: some begin with a known sequence, one with the largest pack compiled for this place.
+
+        Each continues in the given order, and the given order itself is the last one.
+        """
+        sizes = {pack.handle: len(pack.pack.token_ids) for pack in group.packs}
+        # The KV of the longest may be gone from memory, so several are tried.
+        common = dict.fromkeys(_common(sequence, sizes) for sequence in self._sent(group))
+        beginnings = sorted(filter(None, common), key=lambda handles: -sum(sizes[handle] for handle in handles))[
+            :_LOOKED_AT
+        ]
+        home_handles = [pack.handle for pack in group.packs if is_home(pack)]
+        if home_handles:
+            beginnings.append((max(home_handles, key=sizes.__getitem__),))
+        return list(
+            dict.fromkeys(tuple(dict.fromkeys((*beginning, *group.handles))) for beginning in (*beginnings, ()))
+        )
+
+    def _keep(self, groups: Sequence[Group], orders: Mapping[int, Handles]) -> None:
+        """Remember which sequence was sent at which place."""
+        with self._lock:
+            for at, group in enumerate(groups):
+                handles, sequences = orders.get(at, group.handles), self._places.setdefault(group.place, OrderedDict())
+                self._places.move_to_end(group.place)
+                sequences[handles] = None
+                sequences.move_to_end(handles)
+                if len(sequences) > _SEQUENCES:
+                    sequences.popitem(last=False)
+            while len(self._places) > _PLACES:
+                self._places.popitem(last=False)
+
+    def _sent(self, group: Group) -> list[Handles]:
+        """The sequences that were sent at the place of a group, most recent first."""
+        with self._lock:
+            return list(reversed(self._places.get(group.place, ())))
+
+
+def _arranged(turns: Sequence[Turn], orders: Mapping[int, Handles]) -> tuple[tuple[Turn, ...], list[Group]]:
+    """`turns` with some groups reordered, and all groups of the result.
+
+    `orders` maps the number of a group to its handles in their new order; handles that it leaves out are not sent.
+    """
+    groups: list[Group] = []
+    arranged: list[Turn] = []
+    place = 0
+    for turn in turns:
+        segments: list[Segment] = []
+        at = 0
+        for start, stop in _runs(turn.segments):
+            segments += turn.segments[at:start]
+            run = turn.segments[start:stop]
+            packs = tuple(segment for segment in run if isinstance(segment, PackRef))
+            groups.append(Group(hash((place, turn.role, *map(_name, segments))), packs))
+            order = orders.get(len(groups) - 1)
+            segments += run if order is None else _ordered(packs, run[1], order)
+            at = stop
+        arranged.append(turn.with_segments((*segments, *turn.segments[at:])))
+        place = hash((place, turn.role, *map(_name, arranged[-1].segments)))
+    return tuple(arranged), groups
+
+
+def _stands(prompt: Prompt, reference: PackRef) -> bool:
+    """Whether the pack was compiled for a position in `prompt` where some pack begins."""
+    prefix = reference.pack.prefix.token_ids
+    starts = {span.start for span in prompt.spans}
+    return len(prefix) in starts and prompt.token_ids[: len(prefix)] == prefix
+
+
+def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+    """The ranges `start:stop` of segments in which packs alternate with the same text.
+
+    Two packs count only if the text between them has no letters or digits, because any sentence may separate two packs
+    that are no list.
+    """
+    ranges: list[tuple[int, int]] = []
+    at = 0
+    while at < len(segments):
+        stop = at + 1
+        if _is_free(segments[at]):
+            separator = segments[at + 1] if at + 2 < len(segments) else None
+            while stop + 1 < len(segments) and segments[stop] == separator and _is_free(segments[stop + 1]):
+                stop += 2
+            count = (stop - at + 1) // 2
+            if count > 2 or (count > 1 and not any(char.isalnum() for char in str(separator))):
+                ranges.append((at, stop))
+            else:
+                stop = at + 1
+        at = stop
+    return ranges
+
+
+def _is_free(segment: Segment) -> bool:
+    return isinstance(segment, PackRef) and not segment.recognised
+
+
+def _ordered(packs: Sequence[PackRef], between: Segment, order: Handles) -> list[Segment]:
+    by_handle = {pack.handle: pack for pack in reversed(packs)}
+    segments: list[Segment] = []
+    for handle in order:
+        segments += [between, by_handle[handle]]
+    return segments[1:]
+
+
+def _common(known: Handles, wanted: Mapping[str, int]) -> Handles:
+    """The longest beginning of a known sequence that has only wanted packs."""
+    stop = next((at for at, handle in enumerate(known) if handle not in wanted), len(known))
+    return known[:stop]
+
+
+def _name(segment: Segment) -> str:
+    return segment.handle if isinstance(segment, PackRef) else segment

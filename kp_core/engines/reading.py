@@ -1,22 +1,48 @@
-"""Reads the text, the reasoning and the tool calls of an answer from its tokens."""
+"""An answer and its cost, read from tokens: text, reasoning and tool calls, in pieces, for threads and for asyncio."""
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
-from kp_core.engines.base import TokenStream
-from kp_core.engines.request import Generation, Request
+from torch import Tensor
+
+from kp_core.engines.base import FinishReason, TokenStream
+from kp_core.engines.request import Request
 from kp_core.errors import GenerationTimeoutError
 from kp_core.packs.handle import strip_handles
 from kp_core.plan import Limit, Plan
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.template import ChatTemplate
-from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader
-from kp_core.usage import Usage
+from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader, ToolCall
 
-__all__ = ["AnswerText", "Reading", "WithoutHandles", "check_time", "usage_of"]
+__all__ = [
+    "AnswerText",
+    "AsyncStream",
+    "Generation",
+    "Prefill",
+    "Stream",
+    "Usage",
+    "WithoutHandles",
+    "check_time",
+    "grammar_of",
+    "in_thread",
+    "read_answer",
+    "usage_of",
+]
+
+T = TypeVar("T")
+
+# asyncio's default pool has few threads on a small machine, and answers that are decoded together wait for each other.
+_THREADS = ThreadPoolExecutor(64, "kp-async")
+# A new request may wait for memory until running streams end, so the steps of running streams have their own threads.
+_STEPS = ThreadPoolExecutor(64, "kp-async-step")
 
 _MAYBE_HANDLE = re.compile(
     r"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))k(?:p(?::[a-z0-9_-]{0,63}(?:/[a-z2-7]{0,21})?)?)?\Z|\\[nrt]?\Z"
@@ -24,70 +50,140 @@ _MAYBE_HANDLE = re.compile(
 """The end of a text that more text could turn into a handle, or into an escape that may precede one."""
 
 
-class Reading:
-    """Reads the answer to one prompt. Its `grammar` enforces the shape of the answer; `None` if the shape is free."""
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one generation, and its time to first token in seconds.
 
-    def __init__(self, template: ChatTemplate, tokenizer: Any, prompt: Prompt, request: Request) -> None:  # noqa: ANN401
-        form, shape, thought = template.tool_format, request.shape, template.thought
-        self._tokenizer, self._stop = tokenizer, request.stop
-        thinks = thought == THINK
-        self.opened = thinks and prompt.rendered.rstrip().endswith(THINK[0])
-        """Whether the prompt has begun a `<think>` block."""
-        tools = {tool.name: tool.parameters for tool in shape.callable}
-        is_harmony = form is HARMONY
-        self._parts = (
-            HarmonyReader(tools)
-            if is_harmony
-            else AnswerReader(form if tools else None, tools, thought=thought, opened=self.opened)
-        )
-        markers = form.markers if tools or is_harmony else ()
-        if thought is not None:
-            # `<|channel>thought` is a special token and then a word.
-            markers += tuple(match[0] for mark in thought if (match := re.match(r"<[^<>]*>|\[[^\[\]]*\]", mark)))
-        self._kept = {token: marker for marker in markers if (token := self._special(marker)) is not None}
-        self.grammar = None
-        if not shape.is_free(form, thought):
-            self.grammar = shape.grammar(form, self._special, thinks=thinks, opened=self.opened)
+    `prompt_tokens + pack_tokens == reused_tokens + computed_tokens`: both sides count the same prompt, once by who sent
+    it and once by how its KV was obtained.
+    """
 
-    def read(self, plan: Plan, stream: TokenStream) -> Generator[Delta, None, Generation]:
-        """Yields the answer in pieces and returns all of it. Raises `GenerationTimeoutError` when its time is up."""
-        text, parts = AnswerText(self._tokenizer, self._stop, self._kept), self._parts
-        tokens: list[int] = []
-        ttft = 0.0
-        try:
-            for token in stream:
-                tokens.append(token)
-                ttft = ttft or stream.limit.spent
-                if stream.finish == "stop":
-                    break
-                if piece := text.push(token):
-                    yield from parts.push(piece)
-                if text.stopped:
-                    break
-                check_time(stream.limit, len(tokens))
-                if stream.limit.is_set():
-                    stream.finish = "cancelled"
-                    break
-            if not tokens:
-                check_time(stream.limit, 0)
-            yield from parts.push(text.flush())
-            yield from parts.finish()
-            reason = "stop" if text.stopped else stream.finish
-            if parts.calls and reason == "stop":
-                reason = "tool_calls"
-            usage, calls = usage_of(plan, stream, len(tokens), ttft), tuple(parts.calls)
-            ids, logits = tuple(tokens), stream.first_logits
-            return Generation(parts.text, ids, reason, usage, plan.prompt, logits, calls, parts.reasoning)
-        finally:
-            stream.close()
+    prompt_tokens: int
+    """Tokens of the canonical prompt outside packs, which the caller sent."""
+    pack_tokens: int
+    """Tokens of the canonical prompt that packs delivered."""
+    reused_tokens: int
+    """Tokens whose KV was already in memory or in the store."""
+    computed_tokens: int
+    """Tokens prefilled by this generation."""
+    completion_tokens: int
+    """Generated tokens, including the end-of-turn token."""
+    ttft_s: float
+    """Seconds from the call to the first token."""
+    recognised_tokens: int = 0
+    """Tokens of `prompt_tokens` in which packs were recognised by their text."""
+    approximate_tokens: int = 0
+    """Tokens whose KV an approximate composer made; 0 unless one was asked for."""
+    reordered_packs: int = 0
+    """Packs whose order among their neighbours changed (`order="free"`)."""
+    errata_tokens: int = 0
+    """Tokens of `pack_tokens` that belong to errata (see `kp_core.edit`)."""
+    state_bytes: int = 0
+    """Bytes of the kept states of recurrent layers for the prompt, beside its KV; 0 for models without them."""
 
-    def _special(self, marker: str) -> int | None:
-        """The id of `marker`, if it is a special token or llguidance treats it as one; else `None`."""
-        in_brackets = marker.startswith("<") and marker.endswith(">")
-        for number, token in self._tokenizer.added_tokens_decoder.items():
-            if token.content == marker and (token.special or in_brackets):
-                return int(number)
-        return None
+    def to_dict(self) -> dict[str, int | float]:
+        """The fields by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer: its text (without handles, stop strings, reasoning and calls), its tokens, why it ended, its cost."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    prompt: Prompt
+    first_logits: Tensor | None = field(default=None, compare=False, repr=False)
+    """Logits after the prompt, `(vocabulary,)`; `None` if the engine gives none or the prefill was cancelled."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The complete calls, in order."""
+    reasoning: str = ""
+    """The text of the `<think>` block."""
+
+    @property
+    def packs(self) -> tuple[str, ...]:
+        """The handles of the packs in the prompt, in the order in which they were sent."""
+        return tuple(span.handle for span in self.prompt.spans)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """The result of a prefill alone: the logits after the prompt, `(vocabulary,)`, and the cost."""
+
+    logits: Tensor
+    usage: Usage
+    prompt: Prompt
+
+
+def grammar_of(template: ChatTemplate, tokenizer: Any, prompt: Prompt, request: Request) -> tuple[str | None, bool]:  # noqa: ANN401
+    """The grammar of the answer, `None` if any answer will do; and whether `prompt` has begun a `<think>` block."""
+    form, thought = template.tool_format, template.thought
+    thinks = thought == THINK
+    opened = thinks and prompt.rendered.rstrip().endswith(THINK[0])
+    if request.shape.is_free(form, thought):
+        return None, opened
+    return request.shape.grammar(form, partial(_special, tokenizer), thinks=thinks, opened=opened), opened
+
+
+def read_answer(
+    plan: Plan,
+    stream: TokenStream,
+    template: ChatTemplate,
+    tokenizer: Any,  # noqa: ANN401
+    request: Request,
+) -> Generator[Delta, None, Generation]:
+    """Yields the answer in pieces and returns all of it. Raises `GenerationTimeoutError` when its time is up."""
+    form, thought = template.tool_format, template.thought
+    tools = {tool.name: tool.parameters for tool in request.shape.callable}
+    is_harmony = form is HARMONY
+    parts = (
+        HarmonyReader(tools)
+        if is_harmony
+        else AnswerReader(form if tools else None, tools, thought=thought, opened=plan.opened)
+    )
+    markers = form.markers if tools or is_harmony else ()
+    if thought is not None:
+        # `<|channel>thought` is a special token and then a word.
+        markers += tuple(match[0] for mark in thought if (match := re.match(r"<[^<>]*>|\[[^\[\]]*\]", mark)))
+    kept = {token: marker for marker in markers if (token := _special(tokenizer, marker)) is not None}
+    text, tokens, ttft = AnswerText(tokenizer, request.stop, kept), list[int](), 0.0
+    try:
+        for token in stream:
+            tokens.append(token)
+            ttft = ttft or stream.limit.spent
+            if stream.finish == "stop":
+                break
+            if piece := text.push(token):
+                yield from parts.push(piece)
+            if text.stopped:
+                break
+            check_time(stream.limit, len(tokens))
+            if stream.limit.is_set():
+                stream.finish = "cancelled"
+                break
+        if not tokens:
+            check_time(stream.limit, 0)
+        yield from parts.push(text.flush())
+        yield from parts.finish()
+        reason = "stop" if text.stopped else stream.finish
+        if parts.calls and reason == "stop":
+            reason = "tool_calls"
+        usage, calls = usage_of(plan, stream, len(tokens), ttft), tuple(parts.calls)
+        ids, logits = tuple(tokens), stream.first_logits
+        return Generation(parts.text, ids, reason, usage, plan.prompt, logits, calls, parts.reasoning)
+    finally:
+        stream.close()
+
+
+def _special(tokenizer: Any, marker: str) -> int | None:  # noqa: ANN401
+    """The id of `marker`, if it is a special token or llguidance treats it as one; else `None`."""
+    in_brackets = marker.startswith("<") and marker.endswith(">")
+    for number, token in tokenizer.added_tokens_decoder.items():
+        if token.content == marker and (token.special or in_brackets):
+            return int(number)
+    return None
 
 
 class WithoutHandles:
@@ -183,3 +279,114 @@ def check_time(limit: Limit, tokens: int) -> None:
             f"The answer was not complete after {limit.timeout} s ({tokens} tokens were generated). Raise the timeout, "
             "lower max_tokens, or send less to prefill."
         )
+
+
+class Stream:
+    """The visible text of an answer in pieces. `generation` is set after the last piece."""
+
+    def __init__(self, deltas: Generator[Delta, None, Generation]) -> None:
+        self._deltas = deltas
+        self.generation: Generation | None = None
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> str:
+        for delta in self.deltas():
+            if delta.text:
+                return delta.text
+        raise StopIteration
+
+    def deltas(self) -> Iterator[Delta]:
+        """All pieces: text, reasoning and tool calls. Shares its position with iteration over the stream."""
+        while True:
+            try:
+                yield next(self._deltas)
+            except StopIteration as stop:
+                # A generator gives its return value only once.
+                self.generation = self.generation or stop.value
+                return
+
+    def result(self) -> Generation:
+        """The whole answer; reads the rest of the stream. Raises `RuntimeError` if it was closed before its end."""
+        for _ in self.deltas():
+            pass
+        if self.generation is None:
+            raise RuntimeError("The stream was closed before its answer was complete.")
+        return self.generation
+
+    def close(self) -> None:
+        """Stop generating and release the memory."""
+        self._deltas.close()
+
+
+class AsyncStream:
+    """A `Stream` for asyncio. Every step runs in a thread, and cancelling the task sets `cancel`."""
+
+    def __init__(self, start: Callable[[], Stream], cancel: threading.Event) -> None:
+        self._start, self._cancel = start, cancel
+        self._stream: Stream | None = None
+        # `_close` waits for a step that runs in another thread.
+        self._stepping = threading.Lock()
+
+    @property
+    def generation(self) -> Generation | None:
+        """The whole answer, once the stream has ended."""
+        return None if self._stream is None else self._stream.generation
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> str:
+        async for delta in self.deltas():
+            if delta.text:
+                return delta.text
+        raise StopAsyncIteration
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """All pieces, as `Stream.deltas`."""
+        while True:
+            threads = _THREADS if self._stream is None else _STEPS
+            if (delta := await in_thread(self._next, self._cancel, self._close, threads)) is None:
+                return
+            yield delta
+
+    async def aclose(self) -> None:
+        """Stop generating and release the memory."""
+        self._cancel.set()
+        await asyncio.to_thread(self._close)
+
+    def _next(self) -> Delta | None:
+        with self._stepping:
+            if self._stream is None:
+                self._stream = self._start()
+            return next(self._stream.deltas(), None)
+
+    def _close(self) -> None:
+        with self._stepping:
+            if self._stream is not None:
+                self._stream.close()
+
+
+async def in_thread(
+    work: Callable[[], T],
+    cancel: threading.Event,
+    clean_up: Callable[[], None] | None = None,
+    threads: ThreadPoolExecutor = _THREADS,
+) -> T:
+    """Run `work` in a thread. Cancelling the task sets `cancel`; `clean_up` then runs once `work` has returned."""
+    future = asyncio.get_running_loop().run_in_executor(threads, work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        cancel.set()
+
+        def after(done: Future[T] | asyncio.Future[T]) -> None:
+            # Nobody awaits the result any more. Reading the error keeps asyncio from logging it.
+            if not done.cancelled():
+                done.exception()
+            if clean_up is not None:
+                clean_up()
+
+        future.add_done_callback(after)
+        raise

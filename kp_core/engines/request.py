@@ -6,34 +6,27 @@ import difflib
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
-from torch import Tensor
-
 from kp_core.compose import Composer, ExactComposer, composer_of
-from kp_core.engines.base import FinishReason
 from kp_core.errors import OptionError, SamplingError
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import Mismatch, PackView
 from kp_core.plan import Sampling, number
 from kp_core.prompt.conversation import Message, Placement
-from kp_core.prompt.prompt import Prompt
 from kp_core.steering import AskedSteering, Scope
-from kp_core.tools import AnswerShape, Tool, ToolCall, ToolChoice
-from kp_core.usage import Usage
+from kp_core.tools import AnswerShape, Tool, ToolChoice
 
 __all__ = [
     "OPTIONS",
     "WITHOUT_EFFECT",
     "CompiledFor",
-    "Generation",
     "Keep",
     "Mismatch",
     "Option",
     "Order",
-    "Prefill",
     "Request",
     "checked_options",
     "refuse_unknown",
@@ -260,34 +253,3 @@ def checked_options(options: Mapping[str, Any], what: str, known: Iterable[str] 
         else:
             checked[name] = OPTIONS[name].default if value is None and name in OPTIONS else value
     return checked
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One answer: its text (without handles, stop strings, reasoning and calls), its tokens, why it ended, its cost."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    usage: Usage
-    prompt: Prompt
-    first_logits: Tensor | None = field(default=None, compare=False, repr=False)
-    """Logits after the prompt, `(vocabulary,)`; `None` if the engine gives none or the prefill was cancelled."""
-    tool_calls: tuple[ToolCall, ...] = ()
-    """The complete calls, in order."""
-    reasoning: str = ""
-    """The text of the `<think>` block."""
-
-    @property
-    def packs(self) -> tuple[str, ...]:
-        """The handles of the packs in the prompt, in the order in which they were sent."""
-        return tuple(span.handle for span in self.prompt.spans)
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """The result of a prefill alone: the logits after the prompt, `(vocabulary,)`, and the cost."""
-
-    logits: Tensor
-    usage: Usage
-    prompt: Prompt

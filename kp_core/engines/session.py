@@ -1,32 +1,44 @@
-"""Conversations on any engine: makes plans from messages, runs them, and returns answers with their cost."""
+"""Conversations on any engine: makes plans from messages, runs them, and returns answers with their cost.
+
+A `Session` also answers many conversations at once, and does background work between requests (`IdleQueue`).
+"""
 
 from __future__ import annotations
 
+import atexit
 import importlib.metadata
 import itertools
+import logging
 import math
 import platform
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from collections.abc import Callable, Container, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from statistics import fmean
-from typing import Any, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from kp_core.engines.base import CachingEngine, Engine, TokenStream, refusal
-from kp_core.engines.comparing import Doubts
+from kp_core.engines.comparing import warn_of_approximation
 from kp_core.engines.contrast import make_steering
 from kp_core.engines.explain import Explanation, explain
-from kp_core.engines.idle import IdleQueue, Job
-from kp_core.engines.many import Asked, Key, generate_many
-from kp_core.engines.planning import Planner
-from kp_core.engines.reading import Reading, check_time, usage_of
-from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
-from kp_core.engines.streams import AsyncStream, Stream, in_thread
-from kp_core.errors import BusyError, ContextOverflowError, PromptError, ShortTextError
+from kp_core.engines.planning import Learned, Planner
+from kp_core.engines.reading import (
+    AsyncStream,
+    Generation,
+    Prefill,
+    Stream,
+    check_time,
+    grammar_of,
+    in_thread,
+    read_answer,
+    usage_of,
+)
+from kp_core.engines.request import CompiledFor, Request
+from kp_core.errors import BusyError, ContextOverflowError, OptionError, PromptError, ShortTextError
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
@@ -40,6 +52,14 @@ from kp_core.steering import Pair, Steering
 from kp_core.tools import Delta
 
 __all__ = ["Session"]
+
+logger = logging.getLogger(__name__)
+
+Asked = Sequence[Message] | str | Mapping[str, Any]
+"""A conversation, or a mapping of its `messages` and its own options."""
+Key = TypeVar("Key", bound=Hashable)
+Job: TypeAlias = Callable[[], Iterable[object] | None]
+"""A function that does all its work at once, or returns an iterable that does one piece at each step."""
 
 _STEP_TOKENS = 512  # Tokens of one step of background work.
 _PACED = 256  # Shorter prefills do not count for the pace, because the fixed cost of a pass dominates them.
@@ -70,7 +90,8 @@ class Session:
         """The model's tokenizer."""
         self.max_positions = engine.max_positions
         """Most tokens of prompt and answer together."""
-        self._idle, self._doubts, self._planning = IdleQueue(), Doubts(), threading.Lock()
+        self._idle, self._planning = IdleQueue(), threading.Lock()
+        self._warned = set[tuple[str, str]]()
         self._pace = (0, 0.0)  # Sums over requests: computed tokens, and seconds to the first token.
 
     @property
@@ -106,9 +127,9 @@ class Session:
         """The answer in pieces. Raises as `generate`, at the call."""
         request = Request.of(options)
         limit = Limit(request.cancel, request.timeout)
-        plan, reading = self._plan(messages, request)
+        plan = self._plan(messages, request)
         self._need("sampling", "sampled answers", needed=request.temperature > 0 or request.repetition_penalty != 1)
-        return Stream(self._answer(plan, reading, self._start(plan, limit)))
+        return Stream(self._answer(plan, request, self._start(plan, limit)))
 
     def generate_many(
         self,
@@ -126,7 +147,17 @@ class Session:
         `done` are keys to skip, such as those of an interrupted run. `options` are those of `generate`, for all
         requests. An error in one request ends the run. Leaving the loop ends the requests under way.
         """
-        return generate_many(self.generate, requests, at_once=at_once, done=done, progress=progress, **options)
+        if at_once < 1:
+            raise OptionError(f"Got at_once={at_once}; expected at least 1.")
+        if "cancel" in options:
+            raise OptionError("Got cancel=; leave the loop to stop, which ends what is under way.")
+        pairs = list(requests.items() if isinstance(requests, Mapping) else requests)
+        if incomplete := [key for key, request in pairs if isinstance(request, Mapping) and "messages" not in request]:
+            expected = "expected a conversation, or a mapping of `messages` and options"
+            raise OptionError(f"The request {incomplete[0]!r} has no messages; {expected}.")
+        # A request reuses the KV of earlier ones with the same beginning, and they are decoded over the same keys.
+        todo = sorted((pair for pair in pairs if pair[0] not in done), key=lambda pair: _beginning(pair[1]))
+        return _run_many(self.generate, todo, at_once, progress=progress, options=options)
 
     async def agenerate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401
         """As `generate`, without blocking the event loop. Cancelling the task stops the generation."""
@@ -143,7 +174,7 @@ class Session:
         self._need("logits", "a prefill alone")
         request = Request.of(options)
         limit = Limit(request.cancel, request.timeout)
-        plan, _ = self._plan(messages, request, tokens=0)
+        plan = self._plan(messages, request, tokens=0)
         stream = self._run(plan, limit)
         if plan.kept:
             plan.kept.write(self.when_idle)
@@ -154,7 +185,7 @@ class Session:
 
     def explain(self, messages: Sequence[Message] | str, **options: Any) -> Explanation:  # noqa: ANN401
         """What `generate` would do with this request, as a table of regions. It makes the plan and does not run it."""
-        plan, _ = self._plan(messages, Request.of(options), learn=False)
+        plan = self._plan(messages, Request.of(options), learn=False)
         tokens, seconds = self._pace
         pace = seconds / tokens if tokens else self._probe()
         state_bytes = self.state_bytes if "cache" in self.engine.supports else 0
@@ -172,7 +203,7 @@ class Session:
             return 1.0
         request = Request.of(options)
         limit = Limit(request.cancel, request.timeout)
-        plan, _ = self._plan(messages, request, forced=tokens, tokens=len(tokens))
+        plan = self._plan(messages, request, forced=tokens, tokens=len(tokens))
         losses = self._run(plan, limit).losses
         check_time(limit, 0)
         if not losses:
@@ -317,23 +348,23 @@ class Session:
         tokens: int | None = None,
         forced: tuple[int, ...] = (),
         learn: bool = True,
-    ) -> tuple[Plan, Reading]:
+    ) -> Plan:
         with self._planning:
             planner = self._planner
-        planned = planner.plan(messages, request, tokens=tokens, learn=learn)
-        plan = planned.plan
-        reading = Reading(self.template, self.tokenizer, plan.prompt, request)
+        plan, learned, upgrade = planner.plan(messages, request, tokens=tokens, learn=learn)
+        grammar, opened = grammar_of(self.template, self.tokenizer, plan.prompt, request)
         sources = {region.source for region in plan.regions}
         self._need("steer", "steering", needed="steered" in sources)
         self._need("compose", f"composer={request.composer.key!r}", needed="composed" in sources)
-        self._need("grammar", "tools and response schemas", needed=reading.grammar is not None)
+        self._need("grammar", "tools and response schemas", needed=grammar is not None)
         if learn:
-            self._doubts.say(plan, request.view, self.fingerprint.identity)
-            self._compile(planned.learned, request)
-            if planned.upgrade is not None:
+            if "composed" in sources:
+                warn_of_approximation(plan, request.view, self.fingerprint.identity, self._warned)
+            self._compile(learned, request)
+            if upgrade is not None:
                 with suppress(BusyError):  # The next such request tries again.
-                    self.when_idle(partial(self._prefill_steps, planned.upgrade))
-        return replace(plan, grammar=reading.grammar, opened=reading.opened, forced=forced), reading
+                    self.when_idle(partial(self._prefill_steps, upgrade))
+        return replace(plan, grammar=grammar, opened=opened, forced=forced)
 
     def _prefill_steps(self, plan: Plan) -> Iterator[None]:
         """Prefill `plan` in short steps, so that a request that arrives meanwhile waits for one step at most."""
@@ -355,9 +386,9 @@ class Session:
                 pass
         return stream
 
-    def _answer(self, plan: Plan, reading: Reading, tokens: Any) -> Generator[Delta, None, Generation]:  # noqa: ANN401
+    def _answer(self, plan: Plan, request: Request, stream: TokenStream) -> Generator[Delta, None, Generation]:
         with self._idle.request():
-            generation = yield from reading.read(plan, tokens)
+            generation = yield from read_answer(plan, stream, self.template, self.tokenizer, request)
         if plan.kept:
             plan.kept.write(self.when_idle)
         usage = generation.usage
@@ -365,7 +396,7 @@ class Session:
             self._pace = (self._pace[0] + usage.computed_tokens, self._pace[1] + usage.ttft_s)
         return generation
 
-    def _compile(self, learned: Sequence[tuple[KnowledgePack, Plan]], request: Request) -> None:
+    def _compile(self, learned: Learned, request: Request) -> None:
         """Compile recognised packs for their positions, in the background, for the next request."""
         if request.view is None or "kv" not in self.engine.supports:
             return
@@ -379,3 +410,136 @@ class Session:
         with suppress(BusyError):  # The next such request tries again.
             for pack, plan in learned:
                 self.when_idle(partial(stored, pack, plan))
+
+
+def _run_many(
+    generate: Callable[..., Generation],
+    todo: list[tuple[Key, Asked]],
+    at_once: int,
+    *,
+    progress: bool,
+    options: dict[str, Any],
+) -> Generator[tuple[Key, Generation], None, None]:
+    cancel, remaining = threading.Event(), iter(todo)
+    running: dict[Future[Generation], Key] = {}
+    bar = bar_of("Answering", len(todo), "answer", shown=progress)
+    with bar, ThreadPoolExecutor(at_once, "kp-many") as pool:
+        try:
+            while True:
+                for key, request in remaining:
+                    request_options = request if isinstance(request, Mapping) else {"messages": request}
+                    running[pool.submit(generate, **{**options, **request_options, "cancel": cancel})] = key
+                    if len(running) >= at_once:
+                        break
+                if not running:
+                    return
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    key = running.pop(future)
+                    bar.update()
+                    yield key, future.result()
+        finally:
+            cancel.set()  # A caller that leaves the loop early, or gets an error, waits for one step at most.
+
+
+def _beginning(asked: Asked) -> str:
+    """The sort key of a request: its packs by name, then the conversation from its first word on."""
+    if isinstance(asked, Mapping):
+        return "".join(f"{pack}\n" for pack in map(_name, asked.get("packs") or ())) + _beginning(asked["messages"])
+    if isinstance(asked, str):
+        return asked
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in asked)
+
+
+def _name(pack: object) -> str:
+    return str(getattr(pack, "text", pack))
+
+
+class IdleQueue:
+    """Runs jobs one after the other in one thread, which exists only while there are jobs.
+
+    A step begins only when no request is being answered. A request that arrives during a step waits for at most that
+    step. At most `limit` jobs may wait.
+    """
+
+    def __init__(self, limit: int = 64) -> None:
+        self._limit, self._closed, self._requests = limit, False, 0
+        self._jobs: deque[tuple[Job, Future[None]]] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def put(self, job: Job) -> Future[None]:
+        """Queue `job`. The returned future completes with the job, receives its error, and can be cancelled.
+
+        Raises `BusyError` when too many jobs wait, or after `close`.
+        """
+        future: Future[None] = Future()
+        with self._changed:
+            if self._closed or len(self._jobs) >= self._limit:
+                reason = "it was closed" if self._closed else f"{self._limit} jobs wait already"
+                raise BusyError(f"The engine takes no more background work: {reason}.")
+            self._jobs.append((job, future))
+            if self._thread is None:
+                # The interpreter must not exit while a thread is inside torch.
+                atexit.register(self.close)
+                self._thread = threading.Thread(target=self._work, name="kp-idle", daemon=True)
+                self._thread.start()
+        return future
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Hold this while a request is answered; no step begins meanwhile."""
+        with self._changed:
+            self._requests += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._requests -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Cancel the waiting jobs, and wait for the step under way."""
+        atexit.unregister(self.close)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if self._closed:
+                    for _, future in self._jobs:
+                        future.cancel()
+                    self._jobs.clear()
+                if not self._jobs:
+                    self._thread = None
+                    return
+                job, future = self._jobs.popleft()
+            if future.set_running_or_notify_cancel():
+                self._run(job, future)
+
+    def _run(self, job: Job, future: Future[Any]) -> None:
+        def begun() -> Iterator[object]:
+            yield from job() or ()
+
+        try:
+            steps = begun()
+            while self._may_begin():
+                if next(steps, self) is self:
+                    future.set_result(None)
+                    return
+            future.set_exception(BusyError("The engine was closed before this background work was done."))
+        except Exception as error:  # noqa: BLE001 - a job may fail in any way, and its future takes the error
+            # At interpreter exit a job cannot use other threads. A later run meets the same work again.
+            is_exiting = not threading.main_thread().is_alive()
+            logger.log(logging.DEBUG if is_exiting else logging.WARNING, "Background work failed: %s", error)
+            future.set_exception(error)
+
+    def _may_begin(self) -> bool:
+        """Wait until no request is being answered. Returns `False` when the queue was closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._requests)
+            return not self._closed

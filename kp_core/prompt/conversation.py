@@ -1,8 +1,21 @@
-"""Conversations as turns of text and packs; places memory, errata and instructions in them."""
+"""Conversations as turns of text and packs: places memory, errata and instructions, and shapes turns for a template.
+
+Templates support different things. What a template lacks is rendered in exactly this way:
+
+- no system role: the system message opens the first user message, a blank line between them;
+- no tool role: a tool message becomes a user message, `[tool result: <name>]` on a line before its content;
+- no tool calls: each call is appended to the assistant's content, on lines of its own, as
+  `<tool_call>`, `{"name": ..., "arguments": ...}`, `</tool_call>`;
+- one tool call at a time: each gets a message of its own, with its result behind it;
+- no tools: a paragraph at the end of the system message lists them and shows how to call one, in the template's own
+  form of calls, else in the form above;
+- only alternating roles: neighbouring messages of one role are joined, a blank line between them.
+"""
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeGuard, get_args
@@ -10,6 +23,7 @@ from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 from kp_core.errors import PromptError, UnsupportedContentError
 from kp_core.packs.pack import Prefix, root_of
 from kp_core.packs.view import PackRef, PackView, Segment
+from kp_core.tools import Tool, ToolFormat
 
 __all__ = [
     "GAP",
@@ -17,6 +31,7 @@ __all__ = [
     "Message",
     "Placement",
     "Turn",
+    "TurnShaper",
     "filled",
     "map_strings",
     "placed",
@@ -37,6 +52,7 @@ GAP = "\n\n"
 SLOT = "{pack}"
 """Placeholder for a pack in messages."""
 _ROLES = ("system", "user", "assistant", "tool")
+_CALLING = "You can call tools. To call one, write\n{}\nwith arguments that fit its parameters. The tools:"
 _COMPACTED = "(In memory, with the results of all earlier calls.)"
 
 
@@ -338,3 +354,123 @@ def slotted(messages: Sequence[Message], variable: str, marks: Mapping[str, str]
     for mark in marks.values():
         texts = [text.replace(mark, "?") for text in texts]
     return [{**message, "content": text} for message, text in zip(messages, texts, strict=True)]
+
+
+class TurnShaper:
+    """Reshapes turns to what one template supports, which it finds out by rendering small probes.
+
+    `render` takes messages and tools, and returns `None` if the template refuses them.
+    """
+
+    def __init__(self, render: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str | None]) -> None:
+        token = secrets.token_hex(4)
+        user, answer = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
+        # Nine characters, because one family of templates demands that length.
+
+        def calling(*names: str) -> dict[str, Any]:
+            arguments = '{"x": 1}' if self._as_text else {"x": 1}
+            calls = [tool_call(name, arguments, f"call0000{at}") for at, name in enumerate(names, 1)]
+            return {"role": "assistant", "content": "", "tool_calls": calls}
+
+        result = {"role": "tool", "content": token, "name": f"n{token}", "tool_call_id": "call00001"}
+
+        def shows(*messages: dict[str, Any]) -> bool:
+            return token in (render(list(messages), None) or "")
+
+        offered = render([user], [Tool(f"n{token}", token).to_dict()])
+        self.takes_tools = token in (offered or "")
+        """Whether the template shows tools itself."""
+        self._system = shows({"role": "system", "content": token}, user)
+        self._as_text = False
+        self._calls = shows(user, calling(f"n{token}"))
+        if not self._calls:
+            # Some templates want arguments as text.
+            self._as_text = True
+            self._as_text = self._calls = shows(user, calling(f"n{token}"))
+        self._one_call = self._calls and not shows(user, calling("f", f"n{token}"))
+        self.shows_calls = self.takes_tools or self._calls
+        """Whether the template has its own form for tool calls."""
+        # Some templates show tool results only after the call.
+        self._tool = shows(user, calling(f"n{token}") if self._calls else answer, result)
+        self._runs = shows(user, {"role": "user", "content": token})
+
+    def shape(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
+        """Return `turns` with everything that the template lacks rendered as stated above."""
+        shaped = [self._shape_tools(turn) for turn in (_one_by_one(turns) if self._one_call else turns)]
+        if not self._system and shaped[0].role == "system":
+            if len(shaped) > 1 and shaped[1].role == "user":
+                shaped[:2] = [_joined(replace(shaped[0], role="user"), shaped[1])]
+            else:
+                shaped[0] = replace(shaped[0], role="user")
+        if not self._runs:
+            shaped = _merged(shaped)
+        return tuple(shaped)
+
+    def offer(self, turns: Sequence[Turn], tools: Sequence[Tool], form: ToolFormat) -> tuple[Turn, ...]:
+        """List `tools` in the system message, unless the template shows them itself."""
+        if self.takes_tools or not tools:
+            return tuple(turns)
+        listed = "\n".join(json.dumps(tool.to_dict()["function"], ensure_ascii=False) for tool in tools)
+        return with_instruction(turns, f"{_CALLING.format(form.example)}\n{listed}")
+
+    def _shape_tools(self, turn: Turn) -> Turn:
+        if turn.role == "tool" and not self._tool:
+            name = turn.extra.get("name", "tool")
+            return Turn("user", (f"[tool result: {name}]\n", *turn.segments))
+        if turn.tool_calls and not self._calls:
+            calls = "\n".join(
+                f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+                for call in turn.tool_calls
+            )
+            gap = ("\n",) if turn.segments else ()
+            return replace(turn, segments=(*turn.segments, *gap, calls), tool_calls=())
+        if turn.tool_calls and self._as_text:
+            functions = [call["function"] for call in turn.tool_calls]
+            as_text = [
+                {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+                for function in functions
+            ]
+            pairs = zip(turn.tool_calls, as_text, strict=True)
+            return replace(turn, tool_calls=tuple({**call, "function": function} for call, function in pairs))
+        return turn
+
+
+def _one_by_one(turns: Sequence[Turn]) -> list[Turn]:
+    """Split several calls of one message into messages of their own, each followed by its result."""
+    separate: list[Turn] = []
+    remaining = list(turns)
+    while remaining:
+        turn = remaining.pop(0)
+        results: list[Turn] = []
+        while len(turn.tool_calls) > 1 and remaining and remaining[0].role == "tool":
+            results.append(remaining.pop(0))
+        ids = [call.get("id") for call in turn.tool_calls]
+        for at, call in enumerate(turn.tool_calls[:-1]):
+            separate.append(replace(turn, segments=() if at else turn.segments, tool_calls=(call,)))
+            # Results without an id are in the order of their calls.
+            matching = [result for result in results if result.extra.get("tool_call_id", ids[at]) == ids[at]][:1]
+            results = [result for result in results if result not in matching]
+            separate += matching
+        separate.append(replace(turn, segments=(), tool_calls=turn.tool_calls[-1:]) if len(ids) > 1 else turn)
+        separate += results
+    return separate
+
+
+def _joined(first: Turn, second: Turn) -> Turn:
+    last = first.segments[-1] if first.segments else ""
+    # Memory ends its line, as in `with_instruction`.
+    ends_line = isinstance(last, PackRef) and last.text.endswith("\n")
+    gap = (GAP,) if first.segments and second.segments and not ends_line else ()
+    return replace(
+        first, segments=(*first.segments, *gap, *second.segments), tool_calls=(*first.tool_calls, *second.tool_calls)
+    )
+
+
+def _merged(turns: Sequence[Turn]) -> list[Turn]:
+    merged: list[Turn] = []
+    for turn in turns:
+        if merged and merged[-1].role == turn.role and turn.role != "tool":
+            merged[-1] = _joined(merged[-1], turn)
+        else:
+            merged.append(turn)
+    return merged

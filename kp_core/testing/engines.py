@@ -172,7 +172,7 @@ def check_composer(composer: Composer, engine: Session | None = None) -> None:
 
 def _plan(session: Session, forced: tuple[int, ...] = (), **options: Any) -> Plan:  # noqa: ANN401 - of `Request`
     planner = Planner(session.template, session.fingerprint, session.max_positions, lambda _: 0)
-    plan = planner.plan(_ASKED, Request.of(options)).plan
+    plan, *_ = planner.plan(_ASKED, Request.of(options))
     return replace(plan, forced=forced, token_budget=len(forced)) if forced else plan
 
 

@@ -25,8 +25,8 @@ Counted = Callable[[], int]
 @contextmanager
 def counting(engine: Session) -> Iterator[Counted]:
     """How many tokens go through the model meanwhile."""
-    filler: Any = engine.engine._filler  # type: ignore[attr-defined]
-    model, count = filler.model, 0
+    model: Any = engine.engine.model  # type: ignore[attr-defined]
+    count = 0
     plain = {name: getattr(model, name) for name in ("forward", "forward_at")}
 
     def forward(ids: Any, *rest: Any, **options: Any) -> Any:
@@ -280,7 +280,7 @@ def test_overwriting_keeps_what_stands_behind_and_says_so(
     ends = (slice(len(made.token_ids) - tail, None), slice(len(pack.token_ids) - tail, None))
     for mine, old in zip(made.kv.values, pack.kv.values, strict=True):
         assert torch.equal(mine[:, ends[0]], old[:, ends[1]])
-    moved: Any = engine.engine._filler.model.rope.move(pack.kv, grown)  # type: ignore[attr-defined]
+    moved: Any = engine.engine.model.rope.move(pack.kv, grown)  # type: ignore[attr-defined]
     for mine, old in zip(made.kv.keys, moved.keys, strict=True):
         assert torch.equal(mine[:, ends[0]], old[:, ends[1]])
     # It is never taken for exact.

@@ -43,7 +43,7 @@ def engine_of(model):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_moved_keys_are_those_computed_there(name):
-    model = engine_of(MODELS[name]()).engine._filler.model
+    model = engine_of(MODELS[name]()).engine.model
     ids, by = list(range(5, 25)), 300
     here = model.forward_at(ids, range(len(ids)), None, ())
     there = model.forward_at(ids, range(by, by + len(ids)), None, ())
@@ -93,7 +93,7 @@ def test_what_grows_with_the_length_is_not_moved():
     config = Phi3Config(**GROUPED, sliding_window=None, rope_parameters=rope, original_max_position_embeddings=512)
     engine = engine_of(made(config))
     with pytest.raises(UnsupportedRequestError, match=r"\(longrope\) change with the length"):
-        _ = engine.engine._filler.model.rope
+        _ = engine.engine.model.rope
 
 
 def test_kv_of_another_model_is_refused():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kp_core import KVTensors, Packs, PackStore, PackView
 from kp_core.engines.local.buffer import TILE, KVBuffer
+from kp_core.engines.local.fill import prefill
 from kp_core.engines.request import Request
 from tests.conftest import tiny_engine
 from tests.matrix import models
@@ -115,17 +116,17 @@ def in_one_pass(engine, ids):
 
 def reached(engine, messages, **options):
     """The prompt, its KV and the logits behind it, as a request has them."""
-    plan, _ = engine._plan(messages, Request.of(options))
-    run = engine.engine._filler.start(plan, len(plan.prompt))
+    plan = engine._plan(messages, Request.of(options))
+    run = prefill(engine.engine, plan, len(plan.prompt))
     try:
         return plan.prompt, run.buffer.read(0, len(plan.prompt)), run.logits
     finally:
-        engine.engine._filler.finish(run)
+        run.close()
 
 
 def in_tree(engine, ids, view):
     """The KV of the longest beginning of `ids` that is in memory for whom may read all packs."""
-    path = engine.engine._filler.tree.match(tuple(ids), owners=view.namespaces, logits=False)
+    path = engine.engine.tree.match(tuple(ids), owners=view.namespaces, logits=False)
     path.release()
     return KVTensors.concat([kv for _, kv in path.held])
 
@@ -160,12 +161,12 @@ def view_of(way, folder):
 
 def check(engine, talk, way, folder):
     """Reach the prompt of a talk in a way, and compare all there is of it with one pass over its plain text."""
-    store, filler = PackStore(folder), engine.engine._filler
-    filler.pass_tokens = 4096
+    store = PackStore(folder)
+    engine.engine.pass_tokens = 4096
     sent, plain = compiled(engine, store, talk)
     ids = engine.prefill(plain, reuse=False).prompt.token_ids
     assert talk is not LONG or len(ids) > 2 * TILE
-    filler.pass_tokens = max(way.pass_tokens, len(ids) // 60)
+    engine.engine.pass_tokens = max(way.pass_tokens, len(ids) // 60)
     view, keep = view_of(way, folder), "always" if way.source == "kept" else "never"
     if way.source == "kept":
         engine.clear_cache()
@@ -225,7 +226,7 @@ def test_eight_at_once_have_the_bits_of_each_alone(architecture, dtype, talk, ta
     sent, _ = compiled(engine, store, talk)
     view = store.view("law")
     engine.clear_cache()
-    engine.engine._filler.pass_tokens = pass_tokens
+    engine.engine.pass_tokens = pass_tokens
     asked = [[*sent[:-1], user(f"{sent[-1]['content']}{tail}")] for tail in tails]
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda each: engine.generate(each, view=view, max_tokens=6), asked))

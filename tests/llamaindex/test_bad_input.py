@@ -93,7 +93,7 @@ async def test_time_runs_out_at_every_endpoint(tiny):
 
 
 def test_a_stream_that_fails_midway_gives_its_memory_back(tiny):
-    pool = tiny.engine.engine._filler.pool
+    pool = tiny.engine.engine.pool
     tiny.complete("Hi")
     idle = pool.nbytes
     began = time.monotonic()

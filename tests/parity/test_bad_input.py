@@ -155,11 +155,11 @@ def test_a_stream_that_fails_midway_gives_its_memory_back(adapter, store, monkey
     else:
         llm = KnowledgePackLLM(engine=engine, max_tokens=200)
         start = lambda: llm.stream_chat([ChatMessage(content="Tell me more.")])  # noqa: E731
-    plain = engine.engine._filler.model.forward
-    monkeypatch.setattr(engine.engine._filler.model, "forward", forward)
+    plain = engine.engine.model.forward
+    monkeypatch.setattr(engine.engine.model, "forward", forward)
     with pytest.raises(MemoryError, match="in the middle"):
         list(start())
     monkeypatch.undo()
-    assert engine.engine._filler.pool.nbytes > 0
+    assert engine.engine.pool.nbytes > 0
     engine.clear_cache()
-    assert (engine.engine._filler.pool.nbytes, engine.cached_bytes) == (0, 0)
+    assert (engine.engine.pool.nbytes, engine.cached_bytes) == (0, 0)

@@ -68,7 +68,7 @@ def test_answers_that_come_together_are_those_of_one_by_one(kind, tmp_path, monk
 
     one_by_one = [answer(messages) for messages in asked]
     engine.clear_cache()
-    passes, scheduler = [], engine.engine._filler.scheduler
+    passes, scheduler = [], engine.engine.scheduler
     logits = scheduler._logits
     monkeypatch.setattr(scheduler, "_logits", lambda batch: passes.append(len(batch)) or logits(batch))
     with ThreadPoolExecutor(6) as pool:

@@ -30,7 +30,7 @@ def formal():
 
 
 def planned(remote, messages, **options):
-    return remote._plan(messages, Request.of(options))[0]
+    return remote._plan(messages, Request.of(options))
 
 
 def blocks_of(plan):

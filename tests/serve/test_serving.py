@@ -372,7 +372,7 @@ def test_packs_for_a_server_are_those_of_the_same_model_whatever_computed_them(t
     remote = load_engine(engine)
     handle = store.put(session.build_pack(TEXT, namespace="a"))
     view = store.view("a")
-    plans = [each._plan(f"{handle}\nWho rings it?", Request.of({"view": view}))[0] for each in (session, remote)]
+    plans = [each._plan(f"{handle}\nWho rings it?", Request.of({"view": view})) for each in (session, remote)]
     assert plans[0].prompt.token_ids == plans[1].prompt.token_ids
     assert plans[1].prompt.pack_tokens > 0
     lazy = remote.build_pack(TEXT, namespace="a")

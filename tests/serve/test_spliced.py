@@ -41,7 +41,7 @@ def handles_of(remote, store, *, compiled=True):
 def said_of(remote, store, handles, content="{}\n{}\n{}\n{}\nWho?"):
     """What a client sends, and the token ids of the prompt."""
     options = {"view": store.view("a"), "composer": "splice"}
-    plan = remote._plan(content.format(*handles), Request.of(options))[0]
+    plan = remote._plan(content.format(*handles), Request.of(options))
     return json.loads(json.dumps(asked(plan))), list(plan.prompt.token_ids)
 
 
@@ -55,7 +55,7 @@ def laid(store, said, ids, *, change=list):
 
 def test_packs_lie_where_the_prompt_has_them_and_what_is_between_as_it_was_kept(tmp_path, remote):
     session, store, model = tiny_engine(), PackStore(tmp_path), served(tiny_engine())
-    rope = session.engine._filler.model.rope
+    rope = session.engine.model.rope
     stored = StoredKV(store, model, rope=Rope.from_dict(json.loads(json.dumps(rope.to_dict()))))
     said, ids = said_of(remote, store, handles_of(remote, store))
     moved, rights = laid(store, said, ids)
@@ -141,7 +141,7 @@ def test_the_server_compiles_and_computes_what_is_missing_once(server, remote):
         [(_, body)] = server.seen
         assert "kp" not in body
     rights = Rights.read(body["kv_transfer_params"], body["cache_salt"], KEY)
-    stored = StoredKV(server.store, served(tiny_engine()), rope=tiny_engine().engine._filler.model.rope)
+    stored = StoredKV(server.store, served(tiny_engine()), rope=tiny_engine().engine.model.rope)
     run = StoredRun(rights.begins, rights.namespaces)
     assert read(stored, run).tokens == run.stop
 
@@ -189,7 +189,7 @@ def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_pa
     width = embeddings([0]).shape[1]
     composer, handles = wrapped(remote, width), handles_of(remote, server.store, compiled=False)
     options = {"view": server.store.view("a"), "composer": composer}
-    plan = remote._plan("{}\n{}\n{}\nWho?".format(*handles), Request.of(options))[0]
+    plan = remote._plan("{}\n{}\n{}\nWho?".format(*handles), Request.of(options))
     said, ids = asked(plan), list(plan.prompt.token_ids)
     assert wrapper_of(base64.b64decode(said["wrapper"])) == composer.wrapper
 
@@ -224,10 +224,10 @@ def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_pa
     parts = [embeddings(pack.prefix.token_ids), composer.wrapper.header, embeddings(inner), composer.wrapper.trailer]
     assert torch.equal(server.embedded[0], torch.cat(parts))
     rights = Rights.read(server.seen[-1][1]["kv_transfer_params"], server.seen[-1][1]["cache_salt"], KEY)
-    stored = StoredKV(server.store, served(tiny_engine()), rope=tiny_engine().engine._filler.model.rope)
+    stored = StoredKV(server.store, served(tiny_engine()), rope=tiny_engine().engine.model.rope)
     packet = next(part for part in rights.begins if part.by)
     kept = server.store.kept.read(packet.key(stored.model), ["a"])
-    expected = tiny_engine().engine._filler.model.rope.move(kept, packet.start - len(pack.prefix))
+    expected = tiny_engine().engine.model.rope.move(kept, packet.start - len(pack.prefix))
     assert read(stored, StoredRun(rights.begins, ("a",)), packet.start, packet.stop).equal(expected)
 
 

@@ -35,7 +35,7 @@ from kp_core.engines.hf.rows import Memory, Rows, run_ragged
 from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.local.buffer import TILE, KVBuffer
 from kp_core.engines.local.grammar import Constraint
-from kp_core.engines.local.openmp import let_go
+from kp_core.engines.local.scheduler import let_go
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.plan import Sampling

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from kp_core.engines.base import CAPABILITIES, TokenStream
-from kp_core.engines.local.build import build
-from kp_core.engines.local.fill import Filler, Run
+from kp_core.engines.local.buffer import KVBuffer
+from kp_core.engines.local.fill import Run, match, prefill
 from kp_core.engines.local.grammar import Grammars
-from kp_core.engines.local.pool import Cancelled
-from kp_core.engines.local.scheduler import Decoding
-from kp_core.engines.local.tree import Node
+from kp_core.engines.local.scheduler import BufferPool, Cancelled, Decoding, Scheduler
+from kp_core.engines.local.tree import Node, PrefixTree
 from kp_core.errors import BusyError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from kp_core.engines.hf.model import CausalModel
 
 __all__ = ["LocalEngine"]
+
+_WINDOW = 256
+"""Plans of `kv` examined together: enough to find several with the same prefix, few enough to hold in memory."""
+_MOST_TEXTS, _MOST_TOKENS = 16, 512  # Of one pass.
 
 
 class LocalEngine:
@@ -55,7 +60,14 @@ class LocalEngine:
         self.bytes_per_token, self.state_bytes = model.shape.bytes_per_token, model.shape.state_bytes
         """See `CachingEngine`."""
         self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
-        self._filler = Filler(model, cache_bytes, pass_tokens)
+        self.pass_tokens = pass_tokens
+        """Most tokens of one forward pass."""
+        self.tree = PrefixTree(cache_bytes, has_states=bool(model.shape.states))
+        """The KV that prompts with the same beginning share."""
+        self.pool = BufferPool(model.shape, self.tree, cache_bytes)
+        """The buffers of requests."""
+        self.scheduler = Scheduler(model)
+        """Gives the model to one forward pass at a time."""
         eos = getattr(tokenizer, "eos_token_id", None)
         self._end_tokens = frozenset(model.end_tokens | ({eos} if isinstance(eos, int) else set()))
         self._grammars = Grammars(tokenizer, model.vocabulary, self._end_tokens)
@@ -78,7 +90,7 @@ class LocalEngine:
     @property
     def cached_bytes(self) -> int:
         """See `CachingEngine.cached_bytes`."""
-        return self._filler.tree.nbytes
+        return self.tree.nbytes
 
     def run(self, plan: Plan) -> TokenStream:
         """See `Engine.run`.
@@ -87,7 +99,7 @@ class LocalEngine:
         into the token budget, and `CacheBudgetError` for a request larger than `cache_bytes`.
         """
         self._check()
-        self._filler.pool.check(len(plan.prompt) + (len(plan.forced) or plan.token_budget))
+        self.pool.check(len(plan.prompt) + (len(plan.forced) or plan.token_budget))
         if plan.forced:
             return TokenStream(partial(self._forced, plan))
         constraint = None
@@ -100,37 +112,37 @@ class LocalEngine:
     def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:
         """See `Engine.kv`."""
         self._check()
-        return build(self._filler, plans)
+        return _computed(self, plans)
 
     def found(self, plan: Plan) -> int:
         """See `CachingEngine.found`."""
-        path = self._filler.match(plan)
+        path = match(self.tree, plan)
         path.release()
         return path.tokens
 
     def pin(self, plan: Plan) -> Node:
         """See `CachingEngine.pin`."""
-        run = self._filler.start(plan, len(plan.prompt), logits=False)
+        run = prefill(self, plan, len(plan.prompt), logits=False)
         try:
             return run.path.pin()
         finally:
-            self._filler.finish(run)
+            run.close()
 
     def unpin(self, pinned: object) -> None:
         """See `CachingEngine.unpin`."""
         if not isinstance(pinned, Node):
             raise TypeError(f"Got {type(pinned).__name__}; expected what `pin` gave back.")
-        self._filler.tree.unpin(pinned)
+        self.tree.unpin(pinned)
 
     def clear_cache(self) -> None:
         """Drop all KV that is neither pinned nor in use, and all idle buffers."""
-        self._filler.tree.clear()
-        self._filler.pool.clear()
+        self.tree.clear()
+        self.pool.clear()
 
     def refresh(self) -> None:
         """See `CachingEngine.refresh`."""
         self.clear_cache()
-        if not self._filler.tree.is_empty:
+        if not self.tree.is_empty:
             raise BusyError(
                 "Answers are under way, or packs are pinned. End them, `unpin` the packs, and refresh then."
             )
@@ -139,7 +151,7 @@ class LocalEngine:
     def _start(self, plan: Plan, stream: TokenStream, room: int, *, asks: bool = False) -> Run | None:
         """Prefill the prompt. Returns `None` when the request was cancelled meanwhile."""
         try:
-            return self._filler.start(plan, len(plan.prompt) + room, asks=asks, limit=stream.limit)
+            return prefill(self, plan, len(plan.prompt) + room, asks=asks, limit=stream.limit)
         except Cancelled:
             stream.finish = "cancelled"
             return None
@@ -154,7 +166,7 @@ class LocalEngine:
         decoding = Decoding(run.buffer)
         try:
             if run.question:
-                self._filler.ask(run, decoding)
+                run.ask(decoding)
                 if stream.limit.is_set():
                     stream.finish = "cancelled"
                     return
@@ -170,10 +182,10 @@ class LocalEngine:
                     return
                 # The KV of a token is computed when the caller requests the next token.
                 if remaining > 1:
-                    run.logits = self._filler.scheduler.step(decoding, tokens[-1])
+                    run.logits = self.scheduler.step(decoding, tokens[-1])
         finally:
-            self._filler.scheduler.leave(decoding)
-            self._finish(run, tokens)
+            self.scheduler.leave(decoding)
+            run.close(tokens)
 
     def _forced(self, plan: Plan, stream: TokenStream) -> Iterator[int]:
         run = self._start(plan, stream, len(plan.forced))
@@ -181,19 +193,35 @@ class LocalEngine:
             return
         _tell(stream, run)
         try:
-            stream.losses = self._filler.losses(run, plan.forced)
+            stream.losses = self._losses(run, plan.forced)
             yield from plan.forced
         finally:
-            self._filler.finish(run)
+            run.close()
 
-    def _finish(self, run: Run, tokens: Sequence[int]) -> None:
-        """Insert the decoded tokens into the tree, for the next turn, and return the buffer."""
-        prompt = len(run.plan.prompt)
-        decoded = run.buffer.length - prompt
-        if decoded > 0 and run.path.is_open and run.path.tokens == prompt:
-            kv = run.buffer.read(prompt, run.buffer.length)
-            run.path.extend(tuple(tokens[:decoded]), kv)
-        self._filler.finish(run)
+    def _losses(self, run: Run, tokens: Sequence[int]) -> list[float]:
+        """The negative log-probability of each of `tokens` after `run`.
+
+        Appends the KV of all of them but the last to the buffer.
+        """
+        if run.logits is None:
+            raise AssertionError("a prefilled prompt has logits")
+        ids = torch.tensor([tokens], device=self.model.device)
+        logits = run.logits[None]
+        if len(tokens) > 1:
+            with self.scheduler.prefill(len(tokens)):
+                logits = torch.cat([logits, self.model.forward_all(ids[:, :-1], run.buffer)])
+        token_losses = torch.nn.functional.cross_entropy(logits.float(), ids[0].to(logits.device), reduction="none")
+        return [float(loss) for loss in token_losses]
+
+    def forward(self, ids: Sequence[int], buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
+        """Run `ids` after the tokens in `buffer`, and append their KV. Threads take turns.
+
+        Returns the logits after the last token, `(vocabulary,)`; without `logits`, returns `None`.
+        """
+        with self.scheduler.prefill(len(ids)):
+            tokens = torch.tensor([ids], device=self.model.device)
+            batch_logits = self.model.forward(tokens, buffer, logits=logits)
+        return None if batch_logits is None else batch_logits[0]
 
 
 def _tell(stream: TokenStream, run: Run) -> None:
@@ -201,3 +229,71 @@ def _tell(stream: TokenStream, run: Run) -> None:
     stream.computed_tokens, stream.approximate_tokens = run.computed, run.approximate
     stream.first_logits = run.logits
     stream.state_bytes = sum(kv.state_bytes for _, kv in run.path.held)
+
+
+def _computed(engine: LocalEngine, plans: Iterable[Plan]) -> Iterator[KVTensors]:
+    """The KV of `plan.wanted` for each plan, in order. Texts after the same prefix share passes."""
+    source = iter(plans)
+    while window := list(itertools.islice(source, _WINDOW)):
+        # Batches run in the order of their first plans, so that the first results come soon.
+        results: dict[int, KVTensors] = {}
+        upcoming = 0
+        for batch in sorted(_batches(engine, window), key=min):
+            kvs = _together(engine, [window[index] for index in batch]) if len(batch) > 1 else []
+            kvs = kvs or [_alone(engine, window[index]) for index in batch]
+            results.update(zip(batch, kvs, strict=True))
+            while upcoming in results:
+                yield results.pop(upcoming)
+                upcoming += 1
+
+
+def _batches(engine: LocalEngine, plans: list[Plan]) -> list[list[int]]:
+    """The indices of the plans, grouped into passes. A pass has texts after the same prefix of plain tokens."""
+    batches: list[list[int]] = []
+    latest: dict[tuple[int, ...], list[int]] = {}
+    for index, plan in enumerate(plans):
+        start, stop = plan.wanted
+        is_plain = all(region.source == "computed" and region.stop <= start for region in plan.regions)
+        batch = latest.get(plan.prompt.token_ids[:start], []) if is_plain and engine.model.batches else []
+        tokens = sum(plans[member].wanted[1] - start for member in batch)
+        if not batch or len(batch) == _MOST_TEXTS or tokens + stop - start > _MOST_TOKENS:
+            batch = []
+            batches.append(batch)
+            if is_plain:
+                latest[plan.prompt.token_ids[:start]] = batch
+        batch.append(index)
+    return batches
+
+
+def _alone(engine: LocalEngine, plan: Plan) -> KVTensors:
+    start, stop = plan.wanted
+    run = prefill(engine, plan, stop, logits=False)
+    try:
+        for at in range(run.buffer.length, stop, engine.pass_tokens):
+            ids = plan.prompt.token_ids[at : min(stop, at + engine.pass_tokens)]
+            engine.forward(ids, run.buffer, logits=False)
+        return run.buffer.read(start, stop)
+    finally:
+        run.close()
+
+
+def _together(engine: LocalEngine, plans: list[Plan]) -> list[KVTensors]:
+    """The KV of several plans, computed in one pass; empty when there is no room for that now."""
+    start, shape, stops = plans[0].wanted[0], engine.model.shape, [plan.wanted[1] for plan in plans]
+    run, reserved = prefill(engine, plans[0], start, logits=False), 0
+    try:
+        size = sum(KVBuffer.bytes_for(shape, stop) for stop in stops)
+        if not engine.pool.reserve(size):
+            return []
+        reserved = size
+        buffers = [KVBuffer(shape, stop) for stop in stops]
+        prefix_tokens = min(run.buffer.length, start)
+        for buffer in buffers:
+            buffer.append(run.buffer.view_of(0, prefix_tokens))
+        ids = [plan.prompt.token_ids[prefix_tokens:stop] for plan, stop in zip(plans, stops, strict=True)]
+        with engine.scheduler.prefill(sum(map(len, ids))):
+            engine.model.ragged(buffers, ids)
+        return [buffer.read(start, stop) for buffer, stop in zip(buffers, stops, strict=True)]
+    finally:
+        engine.pool.free(reserved)
+        run.close()

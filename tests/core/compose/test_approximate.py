@@ -10,7 +10,7 @@ import torch
 from kp_core import BlendComposer, Handle, KVTensors, PackStore, SpliceComposer
 from kp_core.compose import composer_of
 from kp_core.compose.blend import _RULES
-from kp_core.engines.local import packs
+from kp_core.engines.local import fill
 from kp_core.engines.request import Request
 from kp_core.errors import FingerprintMismatchError, KVShapeError, OptionError
 from kp_core.packs.pack import common_length
@@ -30,12 +30,12 @@ def isles(request, tmp_path):
 
 def kv_of(engine, question, **options):
     """The KV of a whole prompt, as a request has it in its buffer."""
-    plan, _ = engine._plan(question, Request.of(options))
-    run = engine.engine._filler.start(plan, len(plan.prompt))
+    plan = engine._plan(question, Request.of(options))
+    run = fill.prefill(engine.engine, plan, len(plan.prompt))
     try:
         return plan.prompt, run.buffer.read(0, len(plan.prompt))
     finally:
-        engine.engine._filler.finish(run)
+        run.close()
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def test_one_pass_with_the_question_is_two(composer, isles, monkeypatch):
     request |= {"composer": composer}
     passes = joint_passes(engine, question, request, monkeypatch)
     with monkeypatch.context() as apart:
-        apart.setattr(packs, "_may_wait", lambda *_: False)
+        apart.setattr(fill, "_may_wait", lambda *_: False)
         _, slow = kv_of(engine, question, **request)
         engine.clear_cache()
         two = engine.generate(question, **request, max_tokens=8)
@@ -177,7 +177,7 @@ def test_one_pass_with_the_question_is_two(composer, isles, monkeypatch):
 def joint_passes(engine, question, request, monkeypatch):
     """A list of the passes, from now on, that have tokens before the end of the last pack and behind it."""
     model, passes = engine.engine.model, []
-    forward, stop = model.forward_among, engine._plan(question, Request.of(request))[0].prompt.spans[-1].stop
+    forward, stop = model.forward_among, engine._plan(question, Request.of(request)).prompt.spans[-1].stop
 
     def noted(ids, positions, buffer, places, **options):
         if min(places) < stop <= max(places):
@@ -191,7 +191,7 @@ def joint_passes(engine, question, request, monkeypatch):
 def test_a_long_question_has_a_pass_of_its_own(isles, monkeypatch):
     engine, request, question = isles
     passes = joint_passes(engine, question, request, monkeypatch)
-    monkeypatch.setattr("kp_core.engines.local.packs._TOGETHER_TOKENS", 15)
+    monkeypatch.setattr("kp_core.engines.local.fill._TOGETHER_TOKENS", 15)
     engine.prefill(f"{question} And why is that so?", **request, composer="splice")
     assert not passes
 

@@ -18,7 +18,7 @@ def isles(tmp_path):
     """An engine that has said nothing, its options, and how a question about all packs is asked."""
     engine, store = tiny_engine(chunk_tokens=1024), PackStore(tmp_path)
     engine.clear_cache()
-    engine._doubts.__init__()
+    engine._warned.clear()
     handles = [str(store.put(engine.build_pack(text, namespace="isles"))) for text in TEXTS]
     return engine, {"view": store.view("isles")}, lambda question: "\n\n".join((*handles, question))
 
@@ -53,7 +53,7 @@ def test_calibration_is_kept_beside_the_packs_and_told(isles, caplog):
     assert found.questions == 2
     assert found.is_safe == (found.same >= 0.95)
     caplog.clear()
-    engine._doubts.__init__()
+    engine._warned.clear()
     engine.prefill(ask("Where?"), **request, composer="splice")
     assert (f"{found.same:.0%} of 2 answers" in caplog.text) == (not found.is_safe)
     # Another share is another composer.

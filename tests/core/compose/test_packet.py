@@ -139,7 +139,7 @@ def test_packs_that_go_as_text_keep_their_owners_behind_wrapped_ones(isles):
     engine, store, options, question = isles
     recognised = "A fourth island, which lies behind all others, has neither harbour nor light, nor any path."
     store.put(engine.build_pack(recognised, namespace="isles"))
-    plan, _ = engine._plan(f"{question}\n\n{recognised}\n\nWhy?", Request.of(options))
+    plan = engine._plan(f"{question}\n\n{recognised}\n\nWhy?", Request.of(options))
     [text] = plan.prompt.as_text
     assert engine.tokenizer.decode(plan.prompt.token_ids[text.start : text.stop]) in recognised
     assert len(text) > len(recognised) / 2

@@ -166,7 +166,7 @@ def test_cancelling_stops_and_frees(smol):
     stream = smol.stream("Count to a thousand.", max_tokens=200)
     next(stream)
     stream.close()
-    assert all(node.users == 0 for node in smol.engine._filler.tree._age)
+    assert all(node.users == 0 for node in smol.engine.tree._age)
 
 
 async def test_async_does_not_block_the_loop(smol):
@@ -200,7 +200,7 @@ async def test_cancelling_the_task_stops_the_generation(smol):
     async for _ in stream:
         break
     await stream.aclose()
-    await asyncio.to_thread(until, lambda: all(node.users == 0 for node in list(smol.engine._filler.tree._age)))
+    await asyncio.to_thread(until, lambda: all(node.users == 0 for node in list(smol.engine.tree._age)))
 
 
 def test_threads_get_the_answers_of_one(smol, store):
@@ -322,7 +322,7 @@ def test_a_request_takes_one_buffer():
     engine = tiny_engine("mistral")
     engine.clear_cache()
     engine.generate("Hello.", max_tokens=10)
-    assert engine.engine._filler.pool.nbytes == 256 * engine.bytes_per_token
+    assert engine.engine.pool.nbytes == 256 * engine.bytes_per_token
 
 
 def test_a_model_object_is_left_as_it_was():
@@ -330,7 +330,7 @@ def test_a_model_object_is_left_as_it_was():
     before = model.config._attn_implementation
     engine = load_engine(model, tokenizer=tiny_tokenizer())
     assert model.config._attn_implementation == before
-    assert engine.engine._filler.model.network.lm_head.weight is model.lm_head.weight
+    assert engine.engine.model.network.lm_head.weight is model.lm_head.weight
     with pytest.raises(ModelError, match="without its tokenizer"):
         load_engine(model)
 

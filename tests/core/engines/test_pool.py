@@ -14,7 +14,7 @@ import pytest
 
 from kp_core import PackStore, load_engine
 from kp_core.engines.local.buffer import KVBuffer
-from kp_core.engines.local.pool import BufferPool, Cancelled
+from kp_core.engines.local.scheduler import BufferPool, Cancelled
 from kp_core.engines.local.tree import PrefixTree
 from kp_core.errors import BusyError, CacheBudgetError, GenerationTimeoutError
 from kp_core.plan import Limit
@@ -33,7 +33,7 @@ def engine_of(buffers):
 
 
 def pool_of(engine):
-    return engine.engine._filler.pool
+    return engine.engine.pool
 
 
 def held(engine):

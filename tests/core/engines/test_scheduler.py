@@ -13,8 +13,7 @@ import torch
 from kp_core import PackStore, load_engine
 from kp_core.engines.local import scheduler as scheduler_module
 from kp_core.engines.local.buffer import TILE, KVBuffer
-from kp_core.engines.local.openmp import _pause, let_go
-from kp_core.engines.local.scheduler import Decoding, Scheduler
+from kp_core.engines.local.scheduler import Decoding, Scheduler, _pause, let_go
 from kp_core.errors import OptionError
 from kp_core.testing import ARCHITECTURES, tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine, until
@@ -24,17 +23,13 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required
 BOOK = "The keeper counts ships, and writes each of them into a long book. " * 4
 
 
-def filler_of(session):
-    return session.engine._filler
-
-
-def behind(filler, prefix, own):
+def behind(engine, prefix, own):
     """A buffer that begins with the run `prefix`, as a request that found it in the tree has it."""
-    buffer = KVBuffer(filler.model.shape, 1024)
-    filler.forward(prefix, buffer, logits=False)
+    buffer = KVBuffer(engine.model.shape, 1024)
+    engine.forward(prefix, buffer, logits=False)
     buffer.runs = [(7, 0, len(prefix))]
     if own:
-        filler.forward(own, buffer, logits=False)
+        engine.forward(own, buffer, logits=False)
     return buffer
 
 
@@ -42,8 +37,8 @@ def behind(filler, prefix, own):
 @pytest.mark.parametrize("shared", [2 * TILE + 9, TILE + 200, 40])
 def test_rows_are_what_each_is_alone(architecture, shared):
     """Also where rows cross the edge of a tile at different steps."""
-    filler = filler_of(tiny_engine(architecture, chunk_tokens=1024))
-    if not filler.model.batches:
+    engine = tiny_engine(architecture, chunk_tokens=1024).engine
+    if not engine.model.batches:
         pytest.skip("one by one: its attention is the library's own")
     draw = random.Random(shared)
     prefix = [draw.randrange(256) for _ in range(shared)]
@@ -51,46 +46,46 @@ def test_rows_are_what_each_is_alone(architecture, shared):
     # Two begin otherwise, and share with nobody.
     starts = [prefix, prefix, prefix[::-1], prefix, prefix[1:]]
     owns.append([5])
-    together, alone = ([behind(filler, *pair) for pair in zip(starts, owns, strict=True)] for _ in range(2))
+    together, alone = ([behind(engine, *pair) for pair in zip(starts, owns, strict=True)] for _ in range(2))
     for buffers in (together, alone):
         for row in (2, 4):
             buffers[row].runs = [(20 + row, 0, shared)]
-    step_rows = filler.model.rows(together)
+    step_rows = engine.model.rows(together)
     for step in range(70):  # More than a tail has room for at first.
         tokens = [draw.randrange(256) for _ in owns]
         found = step_rows(tokens)
-        expected = torch.stack([filler.forward([token], buffer) for token, buffer in zip(tokens, alone, strict=True)])
-        assert same(filler, found, expected), step
+        expected = torch.stack([engine.forward([token], buffer) for token, buffer in zip(tokens, alone, strict=True)])
+        assert same(engine, found, expected), step
     for one, other in zip(together, alone, strict=True):
         assert one.length == other.length
         kept = [buffer.read(0, buffer.length) for buffer in (one, other)]
         sides = zip(kept[0].keys + kept[0].values, kept[1].keys + kept[1].values, strict=True)
-        assert all(same(filler, mine, theirs) for mine, theirs in sides)
+        assert all(same(engine, mine, theirs) for mine, theirs in sides)
 
 
-def same(filler, one, other):
+def same(engine, one, other):
     """The same bits where the model gives them, else the same but for rounding."""
-    if "bitwise" in filler.model.lacks:
+    if "bitwise" in engine.model.lacks:
         return torch.allclose(one, other, atol=1e-4)
     return torch.equal(one, other)
 
 
 @architectures
 def test_questions_of_any_length_in_one_pass_are_what_each_is_alone(architecture):
-    filler = filler_of(tiny_engine(architecture, chunk_tokens=1024))
-    if not filler.model.batches:
+    engine = tiny_engine(architecture, chunk_tokens=1024).engine
+    if not engine.model.batches:
         pytest.skip("one by one: its attention is the library's own")
     draw = random.Random(5)
     prefix = [draw.randrange(256) for _ in range(40)]  # More than a window of any tiny model.
     pairs = [(prefix, [draw.randrange(256) for _ in range(own)]) for own in (0, 3, 30)]
-    together, alone = ([behind(filler, *pair) for pair in pairs] for _ in range(2))
-    together.append(KVBuffer(filler.model.shape, 64))
-    alone.append(KVBuffer(filler.model.shape, 64))
+    together, alone = ([behind(engine, *pair) for pair in pairs] for _ in range(2))
+    together.append(KVBuffer(engine.model.shape, 64))
+    alone.append(KVBuffer(engine.model.shape, 64))
     for counts in [(1, 20, 9, 4), (33, 1, 1, 2), (1, 1, 1, 1)]:
         asked = [[draw.randrange(256) for _ in range(count)] for count in counts]
-        found = filler.model.ragged(together, asked)
-        expected = torch.stack([filler.forward(ids, buffer) for ids, buffer in zip(asked, alone, strict=True)])
-        assert same(filler, found, expected), counts
+        found = engine.model.ragged(together, asked)
+        expected = torch.stack([engine.forward(ids, buffer) for ids, buffer in zip(asked, alone, strict=True)])
+        assert same(engine, found, expected), counts
         assert [each.length for each in together] == [each.length for each in alone]
 
 
@@ -101,7 +96,7 @@ def test_the_engine_says_which_models_decode_together():
 
 
 def test_all_plain_architectures_decode_together():
-    assert {name for name in ARCHITECTURES if filler_of(tiny_engine(name)).model.batches} >= {
+    assert {name for name in ARCHITECTURES if tiny_engine(name).engine.model.batches} >= {
         "llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "qwen3_moe"
     }  # fmt: skip
 
@@ -155,7 +150,7 @@ def test_random_mixes_get_the_tokens_of_one_by_one(asked, mixes):
 
 def passes(engine, monkeypatch):
     """What the scheduler computes from here on: how many rows each step has, `-1` for a chunk of a prompt."""
-    seen, scheduler = [], filler_of(engine).scheduler
+    seen, scheduler = [], engine.engine.scheduler
     logits, prefill = scheduler._logits, scheduler.prefill
     monkeypatch.setattr(scheduler, "_logits", lambda batch: seen.append(len(batch)) or logits(batch))
     monkeypatch.setattr(scheduler, "prefill", lambda tokens: seen.append(-1) or prefill(tokens))
@@ -166,13 +161,13 @@ def test_answers_fall_into_step(monkeypatch):
     # On a busy machine, too, none comes late.
     monkeypatch.setattr(scheduler_module, "_PATIENCE", 100.0)
     engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(), chunk_tokens=64)
-    scheduler = filler_of(engine).scheduler
+    scheduler = engine.engine.scheduler
     seen = passes(engine, monkeypatch)
     start = threading.Barrier(4)
 
     def ask(number):
-        buffer = KVBuffer(filler_of(engine).model.shape, 128)
-        filler_of(engine).forward([1, 2, 3 + number], buffer, logits=False)
+        buffer = KVBuffer(engine.engine.model.shape, 128)
+        engine.engine.forward([1, 2, 3 + number], buffer, logits=False)
         decoding = Decoding(buffer)
         start.wait()
         for _ in range(60):
@@ -188,16 +183,16 @@ def test_answers_fall_into_step(monkeypatch):
 
 
 def test_who_went_on_alone_comes_back_with_all_its_keys():
-    filler = filler_of(tiny_engine(chunk_tokens=1024))
+    engine = tiny_engine(chunk_tokens=1024).engine
     prefix = [number * 7 % 256 for number in range(TILE + 60)]
-    together, alone = ([Decoding(behind(filler, prefix, [row, 3])) for row in range(3)] for _ in range(2))
-    scheduler, token = Scheduler(filler.model), itertools.cycle(range(1, 200, 3))
+    together, alone = ([Decoding(behind(engine, prefix, [row, 3])) for row in range(3)] for _ in range(2))
+    scheduler, token = Scheduler(engine.model), itertools.cycle(range(1, 200, 3))
     for rows in [(0, 1, 2), (0, 1, 2), (1,), (0, 1, 2), (2,), (2,), (0, 1), (0, 1, 2)]:
         for row in rows:
             together[row].tokens = alone[row].tokens = (next(token),)
         found = scheduler._logits([together[row] for row in rows])
-        expected = [filler.forward(alone[row].tokens, alone[row].buffer) for row in rows]
-        assert same(filler, found, torch.stack(expected)), rows
+        expected = [engine.forward(alone[row].tokens, alone[row].buffer) for row in rows]
+        assert same(engine, found, torch.stack(expected)), rows
 
 
 def test_openmp_lets_go_and_computes_again():
@@ -338,9 +333,9 @@ def test_questions_asked_together_get_their_own_tokens_and_leave_no_other_bits(t
     alone = [engine.generate(each, **options) for each in asked]
     engine.clear_cache()
     engine.prefill(handle, view=options["view"])
-    counts, ragged = [], filler_of(engine).model.ragged
+    counts, ragged = [], engine.engine.model.ragged
     monkeypatch.setattr(
-        filler_of(engine).model, "ragged", lambda *each: counts.append([*map(len, each[1])]) or ragged(*each)
+        engine.engine.model, "ragged", lambda *each: counts.append([*map(len, each[1])]) or ragged(*each)
     )
     for _ in range(3):
         with ThreadPoolExecutor(6) as pool:
@@ -391,7 +386,7 @@ def test_a_stream_of_short_questions_stops_no_answer(monkeypatch):
 
 def test_an_error_of_a_step_reaches_all_who_wait_and_no_others(monkeypatch):
     engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(), chunk_tokens=64)
-    model = filler_of(engine).model
+    model = engine.engine.model
     assert model.batches
     monkeypatch.setattr(type(model), "rows", lambda *_: (_ for _ in ()).throw(MemoryError("no room for rows")))
     failed = []

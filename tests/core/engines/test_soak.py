@@ -215,7 +215,7 @@ def resident():
 def test_soak(seconds, tmp_path, caplog):
     caplog.set_level(logging.CRITICAL, logger="kp_core")  # pytest keeps what is logged: handles that stay text.
     world = World(tmp_path, 80 if seconds >= 60 else 12)
-    soak, engine, pool = Soak(world, seconds), world.engine, world.engine.engine._filler.pool
+    soak, engine, pool = Soak(world, seconds), world.engine, world.engine.engine.pool
     work = [(soak.tasks,), (soak.packs,), (soak.many,), *((soak.thread, seed) for seed in range(WORKERS // 2))]
     seen, before = [], threading.active_count()
     with ThreadPoolExecutor(len(work), "soak") as threads:
@@ -233,7 +233,7 @@ def test_soak(seconds, tmp_path, caplog):
     # What is left: no buffer, no path, no thread but those that asyncio's requests share.
     looks = itertools.count(1)
     until(lambda: pool.used == 0 or (next(looks) % 50 == 0 and gc.collect() < 0))
-    assert all(node.users == 0 for node in list(engine.engine._filler.tree._age))
+    assert all(node.users == 0 for node in list(engine.engine.tree._age))
     until(lambda: sum(not each.name.startswith("kp-async") for each in threading.enumerate()) <= before)
     # Sums of three that are read one after the other; a request beyond the budget would show.
     assert max(kv for *_, kv in seen) <= BUDGET + 6 * 256 * 512
