@@ -152,7 +152,7 @@ def test_a_pack_whose_text_comes_a_little_later_is_waited_for(tmp_path, listings
 
 
 def test_a_text_that_never_comes_is_not_waited_for_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("kp_core.packs.room._SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr("kp_core.packs.store._SETTLE_SECONDS", 0.1)
     blobs, _, pack_file, _ = half_put(tmp_path)
     store = PackStore(blobs, max_bytes=pack_file.stat().st_size + 4_000)
     before = snapshot(store)

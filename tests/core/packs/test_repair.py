@@ -235,6 +235,6 @@ def test_a_pack_that_is_put_while_somebody_looks_for_it_is_not_taken_for_damaged
     blobs = PutMeanwhile(tmp_path)
     store = PackStore(blobs)
     blobs.missing = 0
-    assert same(store.files.read(handle), pack)
+    assert same(store._read(handle), pack)
     assert same(PackStore(tmp_path).get(handle), pack)
     assert not [*(tmp_path / "quarantine").glob("*")]

@@ -31,7 +31,7 @@ def read_packs(path: str, rounds: int) -> None:
     warnings.simplefilter("error")
     store, seen = PackStore(path), 0
     # Reading again would hide a torn file.
-    store.files._salvage = lambda handle, _: sys.exit(f"{handle} was torn")
+    store._salvage = lambda handle, _: sys.exit(f"{handle} was torn")
     deadline = time.monotonic() + 120
     while seen < rounds and time.monotonic() < deadline:
         for text in ("one", "two"):
