@@ -14,10 +14,10 @@ from kp_core.engines.request import CompiledFor, Request
 from kp_core.errors import KnowledgePackError, OptionError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
-from kp_core.packs.kept import KeptEntry, KeptKV
+from kp_core.packs.kept import KeptEntry
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackView
-from kp_core.plan import Plan
+from kp_core.plan import KeptKV, Plan
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.template import ChatTemplate
 

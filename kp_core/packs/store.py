@@ -20,7 +20,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TypeAlias
 
-from kp_core.errors import HandleError, PackCorruptError, PackError, PackNotFoundError, QuotaError
+from kp_core.errors import HandleError, PackCorruptError, PackCorruptWarning, PackError, PackNotFoundError, QuotaError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs
 from kp_core.packs.envelope import header_stop
@@ -35,7 +35,7 @@ from kp_core.packs.uses import LastUse
 from kp_core.packs.view import Packs
 from kp_core.progress import bar_of
 
-__all__ = ["PackCorruptWarning", "PackStore", "entry_of"]
+__all__ = ["PackStore", "entry_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +43,9 @@ _AT_ONCE = 8
 _HEAD_BYTES = 1 << 16  # Bytes that the first read of a header fetches.
 _PEEKED_PACKS = 1024  # About 50 MB of token ids if the packs are banks of facts.
 _FILE = re.compile(r"(?:packs|kept)/([^/]+)/[^/]+/([^/.]+)((?:\.[0-9a-f]{16}){0,2})\.(?:safetensors|txt)")
-_SETTLE_SECONDS = 2.0
-"""How long to wait, since the last change, for an entry that another writer is storing or removing."""
-_STEP_SECONDS = 0.01
 
 Entry: TypeAlias = tuple[Handle, str]
 """An entry of a text: its handle and its slot, which is `""` for the first entry, else a name from `_slots`."""
-
-
-class PackCorruptWarning(RuntimeWarning):
-    """A damaged pack file went to quarantine. The pack has lost its KV, which its next use computes again."""
 
 
 class PackStore(Packs):
@@ -330,10 +323,8 @@ class PackStore(Packs):
                 try:
                     # A ranged read bypasses the local cache.
                     self._own(handle, read_pack(self.blobs.read(key, 0, files[key].size if key in files else 0)))
-                except FileNotFoundError:
-                    yield handle, "The file is missing."
-                except PackError as error:
-                    yield handle, str(error)
+                except (FileNotFoundError, PackError) as error:
+                    yield handle, str(error) if key in files else "The file is missing."
 
     # KV that was computed behind other packs.
 
@@ -421,8 +412,7 @@ class PackStore(Packs):
         return count
 
     def _kept(self) -> dict[Entry, BlobStat]:
-        listed = ((entry_of(key), stat) for key, stat in self.blobs.list("kept/"))
-        return {entry: stat for entry, stat in listed if entry and not entry[1]}
+        return _entries(dict(self.blobs.list("kept/")))
 
     def _kept_entry(self, handle: Handle) -> KeptEntry:
         return KeptEntry.of(_head(self.blobs, _kept_key(handle)).pack)
@@ -628,31 +618,27 @@ class PackStore(Packs):
 
     def _oldest_first(self, entries: Mapping[Entry, BlobStat], name: Callable[[Entry], str]) -> list[Entry]:
         """Return the entries in the order of their last use; `name` gives the name under which it is noted."""
-        times = self._uses.times()
+        times = self._uses.times() if entries else {}
         return sorted(entries, key=lambda entry: (max(times.get(name(entry), 0), entries[entry].modified), entry))
 
     def _make_room(self, own: Entry, size: int, max_bytes: int) -> None:
         """Drop the least recently used KV until `size` bytes of the entry `own` and its text fit under `packs/`.
 
-        The first entry of a pack loses its KV; other entries are deleted. First waits for entries that another writer
-        is storing or removing. Raises `QuotaError`, and drops nothing, if the bytes cannot fit.
+        The first entry of a pack loses its KV; other entries are deleted. An entry that another writer is storing or
+        removing at this moment counts as dropped, but stays, so the bound may be exceeded until the next `put`. Raises
+        `QuotaError`, and drops nothing, if the bytes cannot fit.
         """
         own_keys = {_entry_key(*own), _text_key(own[0])}
-        listed, changed = dict(self.blobs.list("packs/")), time.monotonic()
         while True:
-            used = size + sum(stat.size for key, stat in listed.items() if key not in own_keys)
-            dropped, freed, is_settled = self._droppable(listed, own, used - max_bytes)
-            if used - freed <= max_bytes:
+            listed = dict(self.blobs.list("packs/"))
+            excess = size + sum(stat.size for key, stat in listed.items() if key not in own_keys) - max_bytes
+            dropped, excess = self._droppable(listed, own, excess)
+            if excess <= 0:
                 break
-            if not is_settled:
-                time.sleep(_STEP_SECONDS)
-            before, listed = listed, dict(self.blobs.list("packs/"))
-            if listed != before:  # Another writer stores, removes or drops packs.
-                changed = time.monotonic()
-            elif is_settled or time.monotonic() > changed + _SETTLE_SECONDS:
+            if dict(self.blobs.list("packs/")) == listed:  # Otherwise another writer stored or dropped something.
                 raise QuotaError(
                     f"The pack needs {size} bytes. With it, and without the KV of the others, {self.blobs} would hold "
-                    f"{used - freed} bytes; max_bytes is {max_bytes}. "
+                    f"{max_bytes + excess} bytes; max_bytes is {max_bytes}. "
                     "Raise max_bytes, remove packs, or put `pack.without_kv()`."
                 )
         for (handle, slot), lazy in bar_of("Dropping KV", None, "pack", dropped.items()):
@@ -663,31 +649,24 @@ class PackStore(Packs):
             elif self.blobs.stat(key) == listed[key]:
                 self.blobs.delete(key)
 
-    def _droppable(
-        self, listed: Mapping[str, BlobStat], own: Entry, needed: int
-    ) -> tuple[dict[Entry, PackFile], int, bool]:
-        """Return the entries to drop to free `needed` bytes, the bytes this frees, and whether the store is settled.
-
-        Each entry comes with its file without KV. The store is not settled if an entry was skipped because it is not
-        readable yet or has no text yet.
-        """
-        entries = {
-            entry: stat
-            for key, stat in listed.items()
-            if needed > 0 and (entry := entry_of(key)) and key == _entry_key(*entry) and entry != own
-        }
-        dropped, freed, is_settled = dict[Entry, PackFile](), 0, True
-        for handle, slot in self._oldest_first(entries, _use_name) if entries else ():
-            if freed >= needed:
+    def _droppable(self, listed: Mapping[str, BlobStat], own: Entry, excess: int) -> tuple[dict[Entry, PackFile], int]:
+        """Return the entries to drop for `excess` bytes, each with its file without KV, and what excess remains."""
+        entries = _entries(listed) if excess > 0 else {}
+        entries.pop(own, None)
+        dropped = dict[Entry, PackFile]()
+        for entry in self._oldest_first(entries, _use_name):
+            if excess <= 0:
                 break
             with suppress(PackError, FileNotFoundError):  # Leave files of a later release alone.
-                pack = self.look(handle, slot)
-                if pack is None or (pack.stored_bytes and _text_key(handle) not in listed):
-                    is_settled = False
+                pack = self.look(*entry)
+                if pack is None:
+                    excess -= entries[entry].size
                 elif pack.stored_bytes:
-                    lazy = dropped[handle, slot] = encode_pack(pack)
-                    freed += entries[handle, slot].size - (0 if slot else lazy.nbytes)
-        return dropped, freed, is_settled
+                    lazy = encode_pack(pack)
+                    excess -= entries[entry].size - (0 if entry[1] else lazy.nbytes)
+                    if _text_key(entry[0]) in listed:
+                        dropped[entry] = lazy
+        return dropped, excess
 
 
 def _head(blobs: Blobs, key: str) -> PackFile:
@@ -760,6 +739,11 @@ def entry_of(key: str) -> Entry | None:
     with suppress(HandleError):
         return (Handle(match[1], match[2]), match[3]) if match else None
     return None
+
+
+def _entries(listed: Mapping[str, BlobStat]) -> dict[Entry, BlobStat]:
+    """Return the entries among listed blobs."""
+    return {entry: stat for key, stat in listed.items() if key.endswith(".safetensors") and (entry := entry_of(key))}
 
 
 def _displaces(pack: KnowledgePack, encoded: PackFile, stored: PackFile | None) -> bool:
