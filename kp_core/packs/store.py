@@ -331,18 +331,13 @@ class PackStore(Packs):
     def kept(self) -> Iterator[KeptEntry]:
         """Yield every kept entry, with its size."""
         for (handle, _), stat in sorted(self._kept().items()):
-            with suppress(FileNotFoundError, PackCorruptError, ValueError, KeyError):
-                yield replace(self._kept_entry(handle), nbytes=stat.size)
+            if entry := self._kept_entry(handle):
+                yield replace(entry, nbytes=stat.size)
 
     def has_kept(self, entry: KeptEntry, namespaces: Collection[str]) -> bool:
         """Whether there is KV for `entry` that a view of these `namespaces` may read."""
-        if not entry.namespaces <= set(namespaces):
-            return False
-        handle = self.handle(entry.text, entry.home)
-        stat = self.blobs.stat(_kept_key(handle), recent=True)
-        if stat is None or self._is_old((handle, ""), stat):
-            return False
-        return self._seal is None or self._has_mac(handle, _kept_key(handle))
+        handle = self._readable(entry, namespaces)
+        return handle is not None and (self._seal is None or self._has_mac(handle, _kept_key(handle)))
 
     def read_kept(self, entry: KeptEntry, namespaces: Collection[str]) -> KVTensors | None:
         """Return the KV of the tokens that `entry` and the kept entry have in common; `None` if there is none.
@@ -350,9 +345,9 @@ class PackStore(Packs):
         The KV is on the CPU, `(kv_heads, tokens, head_dim)` per layer. Gives nothing to views that may not read it
         (`has_kept`).
         """
-        if not self.has_kept(entry, namespaces):
+        handle = self._readable(entry, namespaces)
+        if handle is None:
             return None
-        handle = self.handle(entry.text, entry.home)
         try:
             file = open_pack(self.blobs.read(_kept_key(handle)))
             pack = self._own(handle, file.read())
@@ -363,7 +358,7 @@ class PackStore(Packs):
             with suppress(OSError):  # In a read-only store, it is skipped each time.
                 self.blobs.delete(_kept_key(handle))
             return None
-        if self._seal is not None and not has_mac(file, self._seal):  # Replaced after `has_kept` checked it.
+        if self._seal is not None and not has_mac(file, self._seal):
             return None
         self._uses.note(_kept_name((handle, "")))
         shared = common_length(pack.token_ids, entry.token_ids)
@@ -402,20 +397,29 @@ class PackStore(Packs):
         count, known, self._owners = 0, self._owners, {}
         for (handle, _), stat in self._kept().items():
             owners = known.get((handle, stat.version))
-            with suppress(FileNotFoundError, PackCorruptError, ValueError, KeyError):
-                if owners is None:
-                    entry = self._kept_entry(handle)
-                    owners = entry.namespaces.union(entry.packs)
-                self._owners[handle, stat.version] = owners
+            if owners is None and (entry := self._kept_entry(handle)):
+                owners = entry.namespaces.union(entry.packs)
             if owners is None or owner in owners:
                 count += self.blobs.delete(_kept_key(handle))
+            else:
+                self._owners[handle, stat.version] = owners
         return count
+
+    def _readable(self, entry: KeptEntry, namespaces: Collection[str]) -> Handle | None:
+        """Return where `entry` is kept, if it is, is not too old, and may be read by a view of `namespaces`."""
+        if not entry.namespaces <= set(namespaces):
+            return None
+        handle = self.handle(entry.text, entry.home)
+        stat = self.blobs.stat(_kept_key(handle), recent=True)
+        return None if stat is None or self._is_old((handle, ""), stat) else handle
 
     def _kept(self) -> dict[Entry, BlobStat]:
         return _entries(dict(self.blobs.list("kept/")))
 
-    def _kept_entry(self, handle: Handle) -> KeptEntry:
-        return KeptEntry.of(_head(self.blobs, _kept_key(handle)).pack)
+    def _kept_entry(self, handle: Handle) -> KeptEntry | None:
+        with suppress(FileNotFoundError, PackCorruptError, ValueError, KeyError):
+            return KeptEntry.of(_head(self.blobs, _kept_key(handle)).pack)
+        return None
 
     def _is_old(self, entry: Entry, stat: BlobStat) -> bool:
         """Whether a kept entry was unused for longer than `keep_seconds`."""
