@@ -227,9 +227,9 @@ class PackStore(Packs):
         slot, _ = self._find(handle, key)
         try:
             file = open_pack(self.blobs.read(_entry_key(handle, slot)))
-            self._own(handle, file.pack)
         except FileNotFoundError as error:
             raise PackNotFoundError(f"{self.blobs} has no pack {handle}.") from error
+        _own(self.secrets, handle, file.pack)
         if self._seal is not None and not has_mac(file, self._seal):
             raise PackError(f"The KV of {handle} does not carry the MAC of this server's key.")
         self._uses.note(f"{handle}{slot}")
@@ -322,7 +322,8 @@ class PackStore(Packs):
             for key in sorted({_entry_key(handle), *files} - {_text_key(handle)}):
                 try:
                     # A ranged read bypasses the local cache.
-                    self._own(handle, read_pack(self.blobs.read(key, 0, files[key].size if key in files else 0)))
+                    data = self.blobs.read(key, 0, files[key].size if key in files else 0)
+                    _own(self.secrets, handle, read_pack(data))
                 except (FileNotFoundError, PackError) as error:
                     yield handle, str(error) if key in files else "The file is missing."
 
@@ -350,7 +351,7 @@ class PackStore(Packs):
             return None
         try:
             file = open_pack(self.blobs.read(_kept_key(handle)))
-            pack = self._own(handle, file.read())
+            pack = _own(self.secrets, handle, file.read())
         except OSError:  # Absent or unreachable: the model computes it.
             return None
         except PackError as error:
@@ -418,7 +419,7 @@ class PackStore(Packs):
 
     def _kept_entry(self, handle: Handle) -> KeptEntry | None:
         with suppress(FileNotFoundError, PackCorruptError, ValueError, KeyError):
-            return KeptEntry.of(_head(self.blobs, _kept_key(handle)).pack)
+            return KeptEntry.of(_head(self.blobs, self.secrets, handle, _kept_key(handle)).pack)
         return None
 
     def _is_old(self, entry: Entry, stat: BlobStat) -> bool:
@@ -472,12 +473,10 @@ class PackStore(Packs):
             if is_same_model and slot != behind:
                 continue
             try:
-                file = _head(self.blobs, _entry_key(handle, slot))
+                file = _head(self.blobs, self.secrets, handle, _entry_key(handle, slot))
             except FileNotFoundError:
                 return slot, None, True
             except PackCorruptError:
-                return slot, None, False
-            if not _is_of(self.secrets, handle, file.pack.text, file.pack.namespace):
                 return slot, None, False
             if pack.key.fits(file.pack) or _is_text_alone(pack) or _is_spare(file.pack, pack.fingerprint):
                 break
@@ -493,22 +492,9 @@ class PackStore(Packs):
 
     # What is read, checked and repaired.
 
-    def _own(self, handle: Handle, pack: KnowledgePack) -> KnowledgePack:
-        """Return `pack` if `handle` is its handle under one of the secrets.
-
-        Raises `FileNotFoundError` for a pack of other secrets than those configured, which are perhaps not all; else
-        `PackCorruptError`.
-        """
-        if not _is_of(self.secrets, handle, pack.text, pack.namespace):
-            kind = FileNotFoundError if self._is_configured else PackCorruptError
-            raise kind(f"The file holds another text than that of {handle}, or comes from another store.")
-        return pack
-
     def _has_mac(self, handle: Handle, key: str) -> bool:
         with suppress(FileNotFoundError, PackError):
-            file = _head(self.blobs, key)
-            self._own(handle, file.pack)
-            return self._seal is None or has_mac(file, self._seal)
+            return self._seal is None or has_mac(_head(self.blobs, self.secrets, handle, key), self._seal)
         return False
 
     def _text(self, handle: Handle) -> str | None:
@@ -534,9 +520,12 @@ class PackStore(Packs):
         seen = None if slot else self.blobs.stat(key)
         try:
             data = self.blobs.read(key)
-            return self._own(handle, read_pack(data))
+            pack = read_pack(data)
+            if self._is_configured and not _is_of(self.secrets, handle, pack.text, pack.namespace):
+                return None  # Perhaps it is of a secret that was configured elsewhere.
+            return _own(self.secrets, handle, pack)
         except FileNotFoundError:
-            if slot or data is not None:
+            if slot:
                 return None
             damage = "The file is missing."
         except PackCorruptError as error:
@@ -549,20 +538,20 @@ class PackStore(Packs):
                 aside = f"nothing, as nobody can write there ({denied})"
             _warn(f"An entry of the pack {handle} is damaged: {damage} Its KV is lost. Set aside: {aside}.")
             return None
-        pack = self._salvage(handle, data)
+        intact = self._salvage(handle, data)
         try:
-            return self._mended(handle, pack, data, seen, damage)
+            return self._mended(handle, intact, data, seen, damage)
         except OSError as error:  # The store is read-only; return what is intact.
-            if pack is None:
+            if intact is None:
                 raise PackCorruptError(f"The pack {handle} is damaged, and so is its text: {damage}") from error
             _warn(f"The pack {handle} is damaged: {damage} Its KV is lost, and it stays as it is: {error}.")
-            return pack
+            return intact
 
     def _salvage(self, handle: Handle, data: Buffer | None) -> KnowledgePack | None:
         """Return what is intact of a damaged pack: all but its KV, its text alone, or nothing (`None`)."""
         if data is not None:
-            with suppress(PackCorruptError, FileNotFoundError):
-                return self._own(handle, read_header(data).pack)
+            with suppress(PackCorruptError):
+                return _own(self.secrets, handle, read_header(data).pack)
         text = self._text(handle)
         if text is None and data is not None:  # If the file is missing too, another process is removing the pack.
             text = next((entry.text for slot in self._beside(handle) if (entry := self.look(handle, slot))), None)
@@ -673,7 +662,7 @@ class PackStore(Packs):
         return dropped, excess
 
 
-def _head(blobs: Blobs, key: str) -> PackFile:
+def _head(blobs: Blobs, secrets: Sequence[bytes], handle: Handle, key: str) -> PackFile:
     """Read the header of a pack file; raises `FileNotFoundError`, or `PackCorruptError` for damage that it shows."""
     while True:
         stat = blobs.stat(key)
@@ -683,6 +672,7 @@ def _head(blobs: Blobs, key: str) -> PackFile:
             data = blobs.read(key, 0, _HEAD_BYTES)
             stop = header_stop(data, stat.size)
             file = read_header(data if stop <= len(data) else blobs.read(key, 0, stop), stat.size)
+            _own(secrets, handle, file.pack)
             return file.undamaged()
         except PackCorruptError:
             if blobs.stat(key) == stat:  # Otherwise another writer replaced it in between.
@@ -690,10 +680,15 @@ def _head(blobs: Blobs, key: str) -> PackFile:
 
 
 def _peek(blobs: Blobs, secrets: Sequence[bytes], handle: Handle, slot: str, _version: str) -> KnowledgePack:
-    file = _head(blobs, _entry_key(handle, slot))
-    if not _is_of(secrets, handle, file.pack.text, file.pack.namespace):
-        raise PackCorruptError(f"The file holds another text than that of {handle}.")
+    file = _head(blobs, secrets, handle, _entry_key(handle, slot))
     return replace(file.pack, stored_bytes=sum(file.sizes))
+
+
+def _own(secrets: Sequence[bytes], handle: Handle, pack: KnowledgePack) -> KnowledgePack:
+    """Return `pack` if `handle` is its handle under one of the secrets; raise `PackCorruptError` otherwise."""
+    if not _is_of(secrets, handle, pack.text, pack.namespace):
+        raise PackCorruptError(f"The file holds another text than that of {handle}, or comes from another store.")
+    return pack
 
 
 def _is_of(secrets: Sequence[bytes], handle: Handle, text: str, namespace: str) -> bool:
