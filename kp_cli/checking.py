@@ -235,7 +235,7 @@ def _about_collection(store: ChromaFactStore) -> dict[str, Any]:
 def _about_store(path: str | Path) -> dict[str, Any]:
     store = PackStore(path)
     entries = [entry for handle in store for entry in store.entries(handle)]
-    kept_entries = list(store.kept)
+    kept_entries = list(store.kept())
     return {
         "store": str(path),
         "packs": len(store),
@@ -248,7 +248,7 @@ def _about_store(path: str | Path) -> dict[str, Any]:
         "kept": {
             "entries": len(kept_entries),
             "tokens": sum(len(entry.token_ids) for entry in kept_entries),
-            "bytes": store.kept.nbytes,
+            "bytes": sum(entry.nbytes for entry in kept_entries),
         },
     }
 

@@ -1,4 +1,4 @@
-"""Every exception this package raises on purpose.
+"""Every exception this package raises on purpose, and its one warning.
 
     KnowledgePackError
     ├── PromptError                 the conversation cannot become a prompt
@@ -33,6 +33,8 @@
     ├── BusyError                   an engine's queue of background work is full
     └── GenerationTimeoutError      an answer that took longer than its timeout
 
+A store warns with `PackCorruptWarning`, a `RuntimeWarning`, when it sets a damaged file aside.
+
 Each message says what was got, what was expected and what to do.
 """
 
@@ -56,6 +58,7 @@ __all__ = [
     "ModelError",
     "OptionError",
     "PackCorruptError",
+    "PackCorruptWarning",
     "PackError",
     "PackNotFoundError",
     "PackVersionError",
@@ -178,6 +181,10 @@ class PackNotFoundError(PackError, LookupError):
 
 class PackCorruptError(PackError):
     """A damaged pack file, and no intact text to rebuild it from."""
+
+
+class PackCorruptWarning(RuntimeWarning):
+    """A damaged pack file went to quarantine. The pack has lost its KV, which its next use computes again."""
 
 
 class PackVersionError(PackError):

@@ -130,7 +130,7 @@ async def _computed(desk: Desk, visit: Visit, steps: Sequence[_Step], what: str,
     def missing() -> list[_Step]:
         missing_steps = list[_Step]()
         for prompt, rights in reversed(steps):
-            if rights.keeps and not desk.store.kept.has(rights.keeps.key(desk.identity), rights.namespaces):
+            if rights.keeps and not desk.store.has_kept(rights.keeps.key(desk.identity), rights.namespaces):
                 missing_steps.append((prompt, rights))
             elif last_is_all:
                 break
@@ -199,7 +199,7 @@ async def _moved(desk: Desk, visit: Visit, said: dict[str, Any], ids: list[int])
 
 async def _wrapped(desk: Desk, visit: Visit, part: KeptPart, prefix: Prefix, soft: PacketComposer) -> int:
     """Have a pack compiled between its soft tokens, unless it is kept. Returns the number of computed tokens."""
-    if await asyncio.to_thread(desk.store.kept.has, part.key(desk.identity), visit.access.namespaces):
+    if await asyncio.to_thread(desk.store.has_kept, part.key(desk.identity), visit.access.namespaces):
         return 0
     visit.need_write()
     prompt = await asyncio.to_thread(_embedded, desk, prefix, part.token_ids, soft)

@@ -17,12 +17,11 @@ from kp_core.engines.local.altered import altered
 from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import Compression
-from kp_core.packs.files import PackFiles, handle_of
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
 from kp_core.packs.kept import KeptEntry
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
-from kp_core.packs.store import PackStore
+from kp_core.packs.store import PackStore, entry_of
 from kp_core.rope import Rope
 from kp_serve.asked import blocks_of
 
@@ -141,7 +140,7 @@ class StoredKV:
         with self._lock:
             changes = self.store.changes
             for name in namespaces:
-                index = self._indexes.setdefault(name, _Index(self.store.files, self.model))
+                index = self._indexes.setdefault(name, _Index(self.store, self.model))
                 index.refresh(name, changes)
             runs = [_whole(pack, name) for name in namespaces for pack in self._indexes[name].find(token_ids)]
             return iter(sorted(runs, key=lambda run: run.stop, reverse=True))
@@ -154,7 +153,7 @@ class StoredKV:
 
     def _has(self, part: Part, namespaces: Collection[str]) -> bool:
         if isinstance(part, KeptPart):
-            return self.store.kept.has(part.key(self.model), namespaces)
+            return self.store.has_kept(part.key(self.model), namespaces)
         with suppress(PackError):
             return is_compiled(self.store, *self._key(part))
         return False
@@ -190,7 +189,7 @@ class StoredKV:
         return moved
 
     def _kept(self, part: KeptPart, namespaces: Collection[str]) -> tuple[int, Reader]:
-        kv = self.store.kept.read(part.key(self.model), namespaces)
+        kv = self.store.read_kept(part.key(self.model), namespaces)
         if kv is None or kv.tokens != len(part.token_ids):
             raise PackError("What was kept of this prompt is not stored (any more), or may not be read.")
         if part.block:
@@ -208,9 +207,6 @@ class StoredKV:
         pack = entry.pack
         if not entry.digests or not key.fits(pack) or pack.token_ids != part.token_ids:
             raise PackError(f"The KV of {handle} is not stored any more, or of other tokens.")
-        # The MAC covers the digests in the header; each tensor is checked against its digest when it is read.
-        if self.store.seal is not None and not self.store.seal.holds(entry):
-            raise PackError(f"The KV of {handle} does not carry the MAC of this server's key.")
 
         def read(layer: int) -> tuple[Tensor, Tensor]:
             with self._mending(part):
@@ -240,7 +236,7 @@ class StoredKV:
                 continue
             part_kv = kv.slice(part.start - run.start, part.stop - run.start).clone()
             if isinstance(part, KeptPart):
-                self.store.kept.write(part.key(self.model), part_kv)
+                self.store.write_kept(part.key(self.model), part_kv)
             else:
                 self._write_pack(part, part_kv)
 
@@ -251,10 +247,9 @@ class StoredKV:
             return
         prefix = Prefix(part.prefix)
         new_pack = replace(stored, token_ids=part.token_ids, prefix=prefix, fingerprint=self.model, kv=kv)
-        new_pack = new_pack if self.store.seal is None else self.store.seal.sealed(new_pack)
-        self.store.put(new_pack.compressed(self._compress))
+        self.store.put(self.store.sealed(new_pack).compressed(self._compress))
         if new_pack.key != key:  # A text that was stored for another engine has a second entry now.
-            self.store.files.note_change()
+            self.store.note_change()
 
     def _key(self, part: PackPart) -> tuple[Handle, PackKey]:
         return Handle.parse(part.handle), PackKey(part.model or self.model, Prefix(part.prefix))
@@ -275,8 +270,8 @@ def _whole(pack: PackPart, namespace: str) -> StoredRun:
 class _Index:
     """Index of one namespace's entries by prefix and first tokens. A refresh reads only what is new in the store."""
 
-    def __init__(self, files: PackFiles, model: ModelFingerprint) -> None:
-        self._files, self._model, self._changes = files, model, ""
+    def __init__(self, store: PackStore, model: ModelFingerprint) -> None:
+        self._store, self._model, self._changes = store, model, ""
         self._known: dict[tuple[Handle, str], str] = {}
         self._found: dict[tuple[int, ...], dict[tuple[int, ...], dict[tuple[Handle, str], PackPart]]] = {}
 
@@ -285,15 +280,15 @@ class _Index:
             return
         versions = {
             entry: stat.version
-            for key, stat in self._files.blobs.list(f"packs/{namespace}/")
-            if key.endswith(".safetensors") and (entry := handle_of(key))
+            for key, stat in self._store.blobs.list(f"packs/{namespace}/")
+            if key.endswith(".safetensors") and (entry := entry_of(key))
         }
         stale = {entry for entry, version in self._known.items() if versions.get(entry) != version}
         for packs in chain.from_iterable(behind.values() for behind in self._found.values()):
             for entry in stale & packs.keys():
                 del packs[entry]
         for entry in versions.keys() - (self._known.keys() - stale):
-            pack = self._files.look(*entry)
+            pack = self._store.look(*entry)
             if pack is not None and self._serves(pack):
                 prefix, ids = pack.prefix.token_ids, pack.token_ids
                 packs_by_start = self._found.setdefault(prefix, defaultdict(dict))

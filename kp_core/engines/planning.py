@@ -17,10 +17,11 @@ from kp_core.engines.request import CompiledFor, Request
 from kp_core.errors import ContextOverflowError, KnowledgePackError, OptionError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
-from kp_core.packs.kept import KeptEntry, KeptKV
+from kp_core.packs.kept import KeptEntry
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
+from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackRef, PackView, Segment, explicit_packs
-from kp_core.plan import Plan, Region, plan_regions, plan_steered
+from kp_core.plan import KeptKV, Plan, Region, plan_regions, plan_steered
 from kp_core.prompt.conversation import Message, Turn, placed
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.template import ChatTemplate
@@ -270,14 +271,17 @@ class Planner:
         steered prompt. Raises `OptionError` for a `keep_in` that the view may not read.
         """
         view = request.view
-        if view is None or (entries := view.source.kept) is None:
+        if view is None or not isinstance(view.source, PackStore):
             return None
         if request.keep_in is not None and request.keep_in not in view.namespaces:
             raise OptionError(f"Got keep_in={request.keep_in!r}; expected one of the view: {sorted(view.namespaces)}.")
-        if not plan.reuse or plan.below is not None or request.keep == "never" or not entries.max_bytes:
+        if not plan.reuse or plan.below is not None or request.keep == "never" or not view.source.keep_bytes:
             return None
         kept = KeptKV(
-            entries, frozenset(view.namespaces), dict(self._kept_keys(plan, request, view)), request.keep == "always"
+            view.source,
+            frozenset(view.namespaces),
+            dict(self._kept_keys(plan, request, view)),
+            request.keep == "always",
         )
         if learn:
             missing = (part for part in kept.keys if not kept.has(*part))

@@ -27,7 +27,6 @@ __all__ = [
     "FolderBlobs",
     "check_key",
     "discard_left",
-    "discard_stale",
     "make_dirs",
     "publish",
     "replace_file",
@@ -128,7 +127,7 @@ class FolderBlobs:
         if staging.is_symlink():
             raise PackError(f"{staging} is a link that leads elsewhere, where nothing is written. Remove the link.")
         make_dirs(staging)
-        discard_stale(staging)
+        discard_left(staging, is_ours=True)
         with stage(staging, chunks) as staged:
             # File system clocks are coarse: two writes within one tick would have the same time.
             os.utime(staged, ns=(time.time_ns(),) * 2)
@@ -207,7 +206,13 @@ def stage(directory: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> 
 
     The file is locked until then, so that `discard_left` can tell it from files that killed processes left.
     """
-    descriptor, name = _locked(directory)
+    while True:
+        descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=".tmp", dir=directory)
+        # Another process may have taken the file for a leftover before we locked it. Wait until it has deleted it.
+        _lock(descriptor, wait=True)
+        if fcntl is None or Path(name).exists():
+            break
+        os.close(descriptor)
     with os.fdopen(descriptor, "wb") as file:
         try:
             for chunk in chunks:
@@ -219,16 +224,6 @@ def stage(directory: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> 
             yield Path(name)
         finally:
             Path(name).unlink(missing_ok=True)
-
-
-def _locked(directory: Path) -> tuple[int, str]:
-    while True:
-        descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=".tmp", dir=directory)
-        # Another process may have taken the file for a leftover before we locked it. Wait until it has deleted it.
-        _lock(descriptor, wait=True)
-        if fcntl is None or Path(name).exists():
-            return descriptor, name
-        os.close(descriptor)
 
 
 def _lock(descriptor: int, *, wait: bool = False) -> bool:
@@ -268,24 +263,22 @@ def sync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
-def discard_left(directory: Path) -> None:
-    """Delete the temporary files in `directory` that killed processes left; other files stay."""
+def discard_left(directory: Path, *, is_ours: bool = False) -> None:
+    """Delete the temporary files in `directory` that killed processes left; other files stay.
+
+    If the directory `is_ours`, also delete every file older than a day, for file systems without locks.
+    """
     with suppress(FileNotFoundError, NotADirectoryError):
         for entry in os.scandir(directory):
-            if entry.name.startswith(_PREFIX) and entry.name.endswith(".tmp") and entry.is_file(follow_symlinks=False):
-                with suppress(OSError):
+            with suppress(OSError):
+                if not entry.is_file(follow_symlinks=False):
+                    continue
+                if entry.name.startswith(_PREFIX) and entry.name.endswith(".tmp"):
                     descriptor = os.open(entry.path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
                     try:
                         if _lock(descriptor):
                             Path(entry.path).unlink()
                     finally:
                         os.close(descriptor)
-
-
-def discard_stale(directory: Path) -> None:
-    """Run `discard_left`, then delete every file older than a day, for file systems without locks."""
-    discard_left(directory)
-    for entry in os.scandir(directory):
-        with suppress(FileNotFoundError):
-            if entry.is_file() and time.time() - entry.stat().st_mtime > _STALE_SECONDS:
-                Path(entry.path).unlink()
+                if is_ours and time.time() - entry.stat().st_mtime > _STALE_SECONDS:
+                    Path(entry.path).unlink()

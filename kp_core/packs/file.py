@@ -22,7 +22,7 @@ from kp_core.packs.envelope import DTYPES, Envelope, header_entries, header_stop
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix
 
-__all__ = ["VERSION", "PackFile", "Seal", "encode_pack", "open_pack", "read_header", "read_pack"]
+__all__ = ["VERSION", "PackFile", "encode_pack", "has_mac", "open_pack", "read_header", "read_pack", "with_mac"]
 
 VERSION = "5"
 """The format version that we write."""
@@ -121,6 +121,12 @@ class PackFile:
             self.pack, kv=KVTensors(tuple(tensors[:stop:2]), tuple(tensors[1:stop:2]), tuple(tensors[stop:]))
         )
 
+    def undamaged(self) -> PackFile:
+        """Return the file; raises `PackCorruptError` if its header or its size show damage."""
+        if self.damage is not None:
+            raise PackCorruptError(self.damage)
+        return self
+
     def entries(self) -> dict[str, object]:
         """Return the tensor entries of the safetensors header; a compressed tensor is listed as bytes."""
         sizes = self.sizes
@@ -195,9 +201,7 @@ def open_pack(data: Buffer) -> PackFile:
 
     Raises as `read_header`, and `PackCorruptError` if the header does not fit the rest of the file.
     """
-    file = read_header(data)
-    if file.damage is not None:
-        raise PackCorruptError(file.damage)
+    file = read_header(data).undamaged()
     buffer = memoryview(bytearray(data) if memoryview(data).readonly and not file.stored else data)
     edges = pairwise(accumulate(file.sizes, initial=len(file.head)))
     return replace(file, tensors=tuple(buffer[start:stop] for start, stop in edges))
@@ -319,34 +323,30 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-@dataclass(frozen=True)
-class Seal:
-    """HMAC-SHA-256 over everything in an entry: model, text, tokens, prefix, and the digest of each tensor.
+def with_mac(pack: KnowledgePack, key: bytes) -> KnowledgePack:
+    """Return `pack` with a MAC in its provenance: HMAC-SHA-256 over everything in the entry.
 
-    The digests in a file reveal damage, but anyone who can write to the store can recompute them. The MAC needs the
-    key.
+    That is model, text, tokens, prefix, and the digest of each tensor. The digests in a file reveal damage, but anyone
+    who can write to the store can compute them again. The MAC needs the key.
     """
+    digests = encode_pack(replace(pack, compression="none")).digests
+    return replace(pack, provenance={**pack.provenance, _MAC: _mac(pack, digests, key)})
 
-    key: bytes
 
-    def sealed(self, pack: KnowledgePack) -> KnowledgePack:
-        """Return `pack` with the MAC in its provenance."""
-        digests = encode_pack(replace(pack, compression="none")).digests
-        return replace(pack, provenance={**pack.provenance, _MAC: self._mac(pack, digests)})
+def has_mac(file: PackFile, key: bytes) -> bool:
+    """Whether the file has a valid MAC over the digests in its header; reading checks tensors against digests."""
+    mac = _mac(file.pack, file.digests, key)
+    return hmac.compare_digest(mac.encode(), file.pack.provenance.get(_MAC, "").encode())
 
-    def holds(self, file: PackFile) -> bool:
-        """Whether the file has a valid MAC over the digests in its header; reading checks tensors against digests."""
-        mac = self._mac(file.pack, file.digests)
-        return hmac.compare_digest(mac.encode(), file.pack.provenance.get(_MAC, "").encode())
 
-    def _mac(self, pack: KnowledgePack, digests: Sequence[str]) -> str:
-        sealed = {
-            "digests": list(digests),
-            "fingerprint": pack.fingerprint.to_dict(),
-            "namespace": pack.namespace,
-            "prefix": pack.prefix.token_ids,
-            "provenance": {name: value for name, value in pack.provenance.items() if name != _MAC},
-            "text": pack.text,
-            "token_ids": pack.token_ids,
-        }
-        return hmac.new(self.key, b"kp-entry-v1\0" + to_json(sealed, sort_keys=True).encode(), sha256).hexdigest()
+def _mac(pack: KnowledgePack, digests: Sequence[str], key: bytes) -> str:
+    content = {
+        "digests": list(digests),
+        "fingerprint": pack.fingerprint.to_dict(),
+        "namespace": pack.namespace,
+        "prefix": pack.prefix.token_ids,
+        "provenance": {name: value for name, value in pack.provenance.items() if name != _MAC},
+        "text": pack.text,
+        "token_ids": pack.token_ids,
+    }
+    return hmac.new(key, b"kp-entry-v1\0" + to_json(content, sort_keys=True).encode(), sha256).hexdigest()

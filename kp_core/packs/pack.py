@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -81,20 +82,10 @@ class Edits:
                 tuple(starts),
                 tuple(Edit(*row) for row in history),
             )
+            strings = [root, *said, *(part for row in corrections for part in row[2:]), *chain(*history)]
+            numbers = [base, *starts, *(part for row in corrections for part in row[:2])]
         except (ValueError, TypeError) as error:
             raise PackError(f"Got {text[:60]!r} as the edits of a pack; expected what an edit wrote.") from error
-        strings = [
-            root,
-            *said,
-            *(text for correction in edits.corrections for text in (correction.new, correction.line)),
-        ]
-        strings += [text for edit in edits.history for text in astuple(edit)]
-        numbers = [
-            0,
-            base,
-            *starts,
-            *(at for correction in edits.corrections for at in (correction.start, correction.stop)),
-        ]
         wrong = [value for value in strings if not isinstance(value, str)]
         wrong += [value for value in numbers if type(value) is not int or value < 0]
         if wrong or list(starts) != sorted(set(starts)):

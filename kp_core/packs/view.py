@@ -15,7 +15,6 @@ from kp_core.errors import KnowledgePackError, PackError, PackNotFoundError, Pro
 from kp_core.packs.blobs import Blobs
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace, find_handles
-from kp_core.packs.kept import KeptEntries
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.recognise import Recogniser
 
@@ -63,8 +62,6 @@ class Packs(ABC):
 
     blobs: Blobs | None = None
     """Where the packs' bytes lie; measurements on the packs are stored beside them."""
-    kept: KeptEntries | None = None
-    """The kept KV: KV that was computed behind other packs."""
 
     @cached_property
     def recogniser(self) -> Recogniser:

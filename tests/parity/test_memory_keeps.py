@@ -79,4 +79,4 @@ def test_a_model_that_is_told_otherwise_keeps_nothing(memory, tmp_path):
     engine, store = roomy_engine.__wrapped__(), PackStore(tmp_path)
     handles = [str(store.put(engine.build_pack(note, namespace="notes"))) for note in NOTES]
     memory(engine, store, handles, "And?", keep="never")
-    assert list(store.kept) == []
+    assert list(store.kept()) == []

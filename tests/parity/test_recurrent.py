@@ -115,7 +115,7 @@ def test_states_behind_other_packs_are_kept_in_the_store(tmp_path, compress):
     one, other = (store.put(pack) for pack in packs)
     options = {"view": store.view("n"), "keep": "always"}
     first.generate(ask(f"{one}\n\n{other}\nA?"), **options, max_tokens=2)
-    assert list(store.kept)
+    assert list(store.kept())
     found = second.prefill(ask(f"{one}\n\n{other}\nB?"), **options)
     assert found.usage.reused_tokens > len(packs[0].token_ids) + CHUNK
     assert torch.equal(found.logits, second.prefill(ask(f"{one}\n\n{other}\nB?"), **options, reuse=False).logits)

@@ -113,10 +113,10 @@ def test_entries_of_other_readers_and_of_deleted_packs_are_gone(tmp_path, remote
     kept = [rights_of(plan, names)[0].keeps for names in (("a",), ("a", "b"), ("b",))]
     assert len({each.before for each in kept}) == 3
     key = kept[0].key(served(session))
-    store.kept.write(key, next(session.engine.kv([session._planner.wanted(Prefix(), key.token_ids)])))
-    assert store.kept.has(key, ["a"])
+    store.write_kept(key, next(session.engine.kv([session._planner.wanted(Prefix(), key.token_ids)])))
+    assert store.has_kept(key, ["a"])
     store.remove(handle)
-    assert not store.kept.has(key, ["a"])
+    assert not store.has_kept(key, ["a"])
 
 
 def test_composers_are_refused_by_name(tmp_path, remote):
@@ -141,7 +141,7 @@ def test_the_server_signs_what_a_client_names(gate, remote, formal):
     plan = planned(remote, "Who rings it?", steering=formal)
     said, ids, (first, own) = asked(plan), list(plan.prompt.token_ids), rights_of(plan)
     key, session = first.keeps.key(gate.gate.desk.identity), tiny_engine()
-    gate.store.kept.write(key, next(session.engine.kv([session._planner.wanted(Prefix(), key.token_ids)])))
+    gate.store.write_kept(key, next(session.engine.kv([session._planner.wanted(Prefix(), key.token_ids)])))
     forged = replace(own, namespaces=("b",), salt="mine").sign(b"x" * 32)
     done, _ = sent(gate, said, ids, cache_salt="mine", kv_transfer_params=forged)
     assert done.headers["kp-computed-tokens"] == "0"

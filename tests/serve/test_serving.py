@@ -13,8 +13,7 @@ import torch
 
 from kp_core import KnowledgePack, KVTensors, PackStore, Prefix, load_engine
 from kp_core.engines.request import Request
-from kp_core.errors import MissingDependencyError, ModelError, PackCorruptError, PackError
-from kp_core.packs.files import PackCorruptWarning
+from kp_core.errors import MissingDependencyError, ModelError, PackCorruptError, PackCorruptWarning, PackError
 from kp_core.packs.handle import Handle
 from kp_serve.access import Access, Keys, add_key
 from kp_serve.desk import Desk

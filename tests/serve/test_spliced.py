@@ -226,7 +226,7 @@ def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_pa
     rights = Rights.read(server.seen[-1][1]["kv_transfer_params"], server.seen[-1][1]["cache_salt"], KEY)
     stored = StoredKV(server.store, served(tiny_engine()), rope=tiny_engine().engine.model.rope)
     packet = next(part for part in rights.begins if part.by)
-    kept = server.store.kept.read(packet.key(stored.model), ["a"])
+    kept = server.store.read_kept(packet.key(stored.model), ["a"])
     expected = tiny_engine().engine.model.rope.move(kept, packet.start - len(pack.prefix))
     assert read(stored, StoredRun(rights.begins, ("a",)), packet.start, packet.stop).equal(expected)
 

@@ -84,8 +84,8 @@ def test_a_wrapped_pack_is_compiled_once_and_kept_in_the_store(isles):
     engine, store, options, question = isles
     engine.clear_cache()
     cold = engine.prefill(question, **options)
-    until(lambda: len(list(store.kept)) == 2)
-    kept = {entry.packs for entry in store.kept}
+    until(lambda: len(list(store.kept())) == 2)
+    kept = {entry.packs for entry in store.kept()}
     assert kept == {(span.handle,) for span in cold.prompt.spans[1:]}
     engine.clear_cache()
     warm = engine.prefill(question, **options)
@@ -97,21 +97,21 @@ def test_a_wrapped_pack_is_compiled_once_and_kept_in_the_store(isles):
     handles = question.split("\n\n")
     other = engine.prefill("\n\n".join((*handles[1::-1], *handles[2:])), **options)
     assert other.usage.computed_tokens < packets
-    until(lambda: len(list(store.kept)) == 3)
+    until(lambda: len(list(store.kept())) == 3)
     # Of another wrapper there is nothing, and it goes with its pack.
     engine.clear_cache()
     second = engine.prefill(question, **plain(options), composer=PacketComposer(wrapper_for(engine, seed=1)))
     assert second.usage.computed_tokens == cold.usage.computed_tokens
-    until(lambda: len(list(store.kept)) == 5)
+    until(lambda: len(list(store.kept())) == 5)
     store.remove(Handle.parse(handles[1]))
-    assert all(handles[1] not in entry.packs for entry in store.kept)
+    assert all(handles[1] not in entry.packs for entry in store.kept())
 
 
 def test_nothing_is_kept_where_nothing_is_to_be(isles):
     engine, store, options, question = isles
     engine.prefill(question, **options, keep="never")
     engine.when_idle(lambda: None).result(60)
-    assert not list(store.kept)
+    assert not list(store.kept())
 
 
 def test_without_packs_to_compose_or_reuse_all_is_exact(isles):

@@ -10,10 +10,9 @@ import torch
 
 from kp_core import ChatTemplate, Fact, PackStore, load_engine
 from kp_core.compiling import compile_facts
-from kp_core.errors import ContextOverflowError, ModelError, PackCorruptError, PromptError
+from kp_core.errors import ContextOverflowError, ModelError, PackCorruptError, PackCorruptWarning, PromptError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import FolderBlobs
-from kp_core.packs.store import PackCorruptWarning
 from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine
 

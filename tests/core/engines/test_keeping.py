@@ -81,7 +81,7 @@ def test_by_default_it_is_kept_when_it_is_met_twice(stored):
     for times in (1, 2, 3):
         ask(engine, store, message)
         engine.when_idle(lambda: None).result()
-        assert len(list(store.kept)) == (0 if times == 1 else 2), "the second and the third pack"
+        assert len(list(store.kept())) == (0 if times == 1 else 2), "the second and the third pack"
     assert computed_of_packs(ask(fresh_engine(), store, message)) <= 0
 
 
@@ -91,7 +91,7 @@ def test_never_keeps_nothing_and_reads_nothing(stored):
     for _ in range(3):
         ask(engine, store, message, keep="never")
     engine.when_idle(lambda: None).result()
-    assert list(store.kept) == []
+    assert list(store.kept()) == []
     ask(engine, store, message, keep="always")
     assert computed_of_packs(ask(fresh_engine(), store, message, keep="never")) > 0
 
@@ -122,7 +122,7 @@ def test_only_a_view_of_all_that_stands_before_reads_it(tmp_path):
     theirs = str(store.put(engine.build_pack(words, namespace="theirs")))
     message = f"{theirs}\n\n{ours}{QUESTION}"
     ask(engine, store, message, "ours", "theirs", keep="always")
-    (entry,) = store.kept
+    (entry,) = store.kept()
     assert entry.namespaces == {"ours", "theirs"}
     assert computed_of_packs(ask(fresh_engine(), store, message, "ours", "theirs")) <= 0
     # The same tokens, one of the packs as text: the KV is there, and not for this view.
@@ -139,38 +139,38 @@ def test_words_of_a_conversation_stay_in_its_namespace(stored):
     with pytest.raises(OptionError, match="keep_in='elsewhere'"):
         ask(engine, store, message, keep_in="elsewhere")
     ask(engine, store, message, "veyl", "mine", keep="always")
-    assert list(store.kept) == [], "nobody said which namespace is that of the conversation"
+    assert list(store.kept()) == [], "nobody said which namespace is that of the conversation"
     ask(engine, store, message, "veyl", "mine", keep="always", keep_in="mine")
-    (entry,) = store.kept
+    (entry,) = store.kept()
     assert entry.namespaces == {"veyl", "mine"}
     for namespaces, is_read in [(("veyl",), False), (("veyl", "mine"), True)]:
         options = {"keep_in": "mine"} if is_read else {}
         assert (computed_of_packs(ask(fresh_engine(), store, message, *namespaces, **options)) <= 0) == is_read
     assert store.forget("mine") == 1
-    assert list(store.kept) == []
+    assert list(store.kept()) == []
 
 
 def test_what_stands_behind_a_pack_is_deleted_with_it(stored):
     engine, store, handles = stored
     ask(engine, store, "\n\n".join(handles) + QUESTION, keep="always")
     ask(engine, store, "\n\n".join(handles[1:]) + QUESTION, keep="always")
-    assert len(list(store.kept)) == 3
+    assert len(list(store.kept())) == 3
     (first,) = [handle for handle in store if str(handle) == handles[0]]
     store.remove(first)
-    assert [set(entry.packs) for entry in store.kept] == [set(handles[1:])]
+    assert [set(entry.packs) for entry in store.kept()] == [set(handles[1:])]
 
 
 def test_a_removed_pack_keeps_nothing_behind_it(stored):
     engine, store, handles = stored
     key = KeptEntry(engine.fingerprint, 3, "0" * 32, (1, 2), (handles[0],))
     kv = engine.build_pack(TEXTS[0]).kv.slice(0, 2)
-    assert store.kept.write(key, kv)
-    assert store.kept.read(key, ("veyl",)).equal(kv)
-    assert store.kept.read(key, ("other",)) is None
+    assert store.write_kept(key, kv)
+    assert store.read_kept(key, ("veyl",)).equal(kv)
+    assert store.read_kept(key, ("other",)) is None
     (first,) = [handle for handle in store if str(handle) == handles[0]]
     store.remove(first)
-    assert not store.kept.write(key, kv)
-    assert store.kept.nbytes == 0
+    assert not store.write_kept(key, kv)
+    assert list(store.kept()) == []
 
 
 def test_steered_and_composed_prompts_share_nothing_with_plain_ones(stored):

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from benchmarks.objects import blobs_at
-from kp_core.errors import PackError
+from kp_core.errors import PackCorruptWarning, PackError
 from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs, discard_left, replace_file, stage
 from kp_core.packs.objects import ObjectBlobs
-from kp_core.packs.store import PackCorruptWarning, PackStore
+from kp_core.packs.store import PackStore
 from kp_core.testing import check_blobs
 from tests.core.packs.made import make_pack, same
 

@@ -101,7 +101,7 @@ def test_a_far_place_never_holds_the_secret(url, monkeypatch):
     monkeypatch.setenv("KP_SECRET", OLD)
     store = PackStore(Far(url))
     handle = store.put(make_pack())
-    assert store.files.secrets == (bytes.fromhex(OLD),)
+    assert store.secrets == (bytes.fromhex(OLD),)
     found = {key: bytes(store.blobs.read(key)) for key, _ in store.blobs.list()}
     assert "secret" not in found
     assert not any(bytes.fromhex(OLD) in data or OLD.encode() in data for data in found.values())

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kp_core.errors import PackCorruptError, PackVersionError
+from kp_core.errors import PackCorruptError, PackCorruptWarning, PackVersionError
 from kp_core.packs.blobs import FolderBlobs
 from kp_core.packs.pack import KnowledgePack, Prefix
-from kp_core.packs.store import PackCorruptWarning, PackStore
+from kp_core.packs.store import PackStore
 from tests.core.packs.made import UNKNOWN, Watched, files_of, flip, make_pack, rebuild, same, snapshot
 
 
@@ -197,7 +197,7 @@ def killed(folder, act: str, step: int) -> bool:
 
 
 @pytest.mark.parametrize("act", ACTS)
-@pytest.mark.filterwarnings("ignore::kp_core.packs.store.PackCorruptWarning")
+@pytest.mark.filterwarnings("ignore::kp_core.errors.PackCorruptWarning")
 def test_a_writer_killed_between_any_two_steps_loses_nothing_acknowledged(tmp_path, act):
     """Each step of a writer is atomic (a rename, a removal): what stands in between is all that a kill can leave."""
     step = 0
@@ -235,6 +235,6 @@ def test_a_pack_that_is_put_while_somebody_looks_for_it_is_not_taken_for_damaged
     blobs = PutMeanwhile(tmp_path)
     store = PackStore(blobs)
     blobs.missing = 0
-    assert same(store.files.read(handle), pack)
+    assert same(store._read(handle), pack)
     assert same(PackStore(tmp_path).get(handle), pack)
     assert not [*(tmp_path / "quarantine").glob("*")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kp_core import KVTensors, PackStore, Prefix
-from kp_core.packs.file import Seal, encode_pack
+from kp_core.packs.file import encode_pack, has_mac, with_mac
 from kp_core.packs.kept import KeptEntry
 from tests.conftest import tiny_engine
 
@@ -24,10 +24,10 @@ def changed(kv):
 
 
 def test_a_seal_holds_for_what_was_sealed_and_for_nothing_else(pack):
-    sealed = Seal(KEY).sealed(pack)
-    assert Seal(KEY).holds(encode_pack(sealed))
-    assert not Seal(OTHER).holds(encode_pack(sealed))
-    assert not Seal(KEY).holds(encode_pack(pack))
+    sealed = with_mac(pack, KEY)
+    assert has_mac(encode_pack(sealed), KEY)
+    assert not has_mac(encode_pack(sealed), OTHER)
+    assert not has_mac(encode_pack(pack), KEY)
     for wrong in (
         replace(sealed, kv=changed(pack.kv)),
         replace(sealed, text=TEXT + "."),
@@ -38,7 +38,7 @@ def test_a_seal_holds_for_what_was_sealed_and_for_nothing_else(pack):
         replace(sealed, provenance={**sealed.provenance, "title": "x"}),
         replace(sealed, kv=KVTensors(pack.kv.values, pack.kv.keys)),
     ):
-        assert not Seal(KEY).holds(encode_pack(wrong))
+        assert not has_mac(encode_pack(wrong), KEY)
 
 
 @pytest.mark.parametrize("compression", ["none", "lossless"])
@@ -47,9 +47,9 @@ def test_a_store_tells_by_the_head_of_a_file_whether_it_is_sealed(tmp_path, pack
     handle = store.put(pack.compressed(compression))
     assert not store.is_sealed(handle, pack.key)
     assert open_to_all.is_sealed(handle, pack.key)
-    store.put(store.seal.sealed(pack).compressed(compression))
+    store.put(store.sealed(pack).compressed(compression))
     assert store.is_sealed(handle, pack.key)
-    assert store.seal.holds(encode_pack(store.get(handle)))
+    assert has_mac(encode_pack(store.get(handle)), KEY)
     assert not PackStore(tmp_path, seal=OTHER).is_sealed(handle, pack.key)
     # Whoever writes there makes digests anew, and keeps what stood beside.
     store.put(replace(store.get(handle), kv=changed(pack.kv)).compressed(compression))
@@ -60,11 +60,11 @@ def test_a_store_tells_by_the_head_of_a_file_whether_it_is_sealed(tmp_path, pack
 def test_what_is_kept_is_read_with_its_seal_alone(tmp_path, pack):
     key = KeptEntry(pack.fingerprint, 0, "x", pack.token_ids, (), "a")
     stores = {seal: PackStore(tmp_path, seal=seal) for seal in (None, KEY, OTHER)}
-    stores[None].kept.write(key, pack.kv)
-    assert stores[None].kept.read(key, ["a"]).equal(pack.kv)
-    assert not stores[KEY].kept.has(key, ["a"])
-    assert stores[KEY].kept.read(key, ["a"]) is None
-    stores[KEY].kept.write(key, pack.kv)
-    assert stores[KEY].kept.read(key, ["a"]).equal(pack.kv)
-    assert stores[None].kept.has(key, ["a"])
-    assert not stores[OTHER].kept.has(key, ["a"])
+    stores[None].write_kept(key, pack.kv)
+    assert stores[None].read_kept(key, ["a"]).equal(pack.kv)
+    assert not stores[KEY].has_kept(key, ["a"])
+    assert stores[KEY].read_kept(key, ["a"]) is None
+    stores[KEY].write_kept(key, pack.kv)
+    assert stores[KEY].read_kept(key, ["a"]).equal(pack.kv)
+    assert stores[None].has_kept(key, ["a"])
+    assert not stores[OTHER].has_kept(key, ["a"])

@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import pytest
 
-from kp_core.errors import PackNotFoundError
+from kp_core.errors import PackCorruptWarning, PackNotFoundError
 from kp_core.packs.pack import KnowledgePack
-from kp_core.packs.store import PackCorruptWarning, PackStore
+from kp_core.packs.store import PackStore
 from tests.core.packs.made import Watched, files_of, flip, make_pack, same
 
 # Packs of one text differ in seed; the seed stands in the provenance, so torn reads would show.
@@ -31,7 +31,7 @@ def read_packs(path: str, rounds: int) -> None:
     warnings.simplefilter("error")
     store, seen = PackStore(path), 0
     # Reading again would hide a torn file.
-    store.files._salvage = lambda handle, _: sys.exit(f"{handle} was torn")
+    store._salvage = lambda handle, _: sys.exit(f"{handle} was torn")
     deadline = time.monotonic() + 120
     while seen < rounds and time.monotonic() < deadline:
         for text in ("one", "two"):
@@ -151,7 +151,7 @@ def test_a_pack_removed_while_it_is_put_is_there_or_gone(tmp_path):
         assert list(store) == [] or same(store.get(store.handle("one", "geo")), ONE)
 
 
-@pytest.mark.filterwarnings("ignore::kp_core.packs.store.PackCorruptWarning")
+@pytest.mark.filterwarnings("ignore::kp_core.errors.PackCorruptWarning")
 def test_what_is_put_while_its_damage_is_repaired_is_not_lost(tmp_path):
     def damage(store):
         flip(files_of(store, store.put(ONE))[0], -1)

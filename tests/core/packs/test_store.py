@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from kp_core import Packs, PackView
-from kp_core.errors import HandleError, PackCorruptError, PackError, PackNotFoundError
+from kp_core.errors import HandleError, PackCorruptError, PackCorruptWarning, PackError, PackNotFoundError
 from kp_core.packs.file import encode_pack
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
-from kp_core.packs.store import PackCorruptWarning, PackStore
+from kp_core.packs.store import PackStore
 from tests.core.packs.made import (
     FINGERPRINT,
     UNKNOWN,
