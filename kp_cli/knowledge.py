@@ -26,18 +26,18 @@ from kp_cli.shared import (
     checked_namespace,
     counted,
     did_you_mean,
+    existing,
     filter_of,
     is_collection,
     is_store,
     located,
     open_collection,
     print_json,
-    siblings,
     spread,
     tell,
 )
 from kp_core import edit as editing
-from kp_core.compiling import MUCH_BYTES, compile_cost, find_compiled, provenance_of
+from kp_core.compiling import compile_cost, find_compiled, provenance_of
 from kp_core.delivery import KV, Delivery, Unit
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, PackError, SourceError
@@ -60,6 +60,8 @@ logger = logging.getLogger(__name__)
 _ADDED_AT_ONCE = 256
 _COMPILED_AT_ONCE, _SERVER_THREADS = 64, 8
 _SHOWN = 5
+MUCH_BYTES = 10**9
+"""A build that writes more bytes says how to write fewer."""
 
 _Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for another writer.")]
 _Vacuum = Annotated[
@@ -95,8 +97,8 @@ class SourceOptions:
         A missing file raises `SourceError` at once, before anything is read or written.
         """
         for file in files:
-            if str(file) != STDIN and not file.exists():
-                raise SourceError(f"There is no file {file}. {did_you_mean(str(file), siblings(file))}".rstrip())
+            if str(file) != STDIN:
+                existing(file)
         reading_options: Any = {"on_error": self.on_error, "skipped": skipped.append, "namespace": self.namespace}
         facts = read_facts(files, max_chars=self.max_chars, encoding=self.encoding, **reading_options)
         if self.dataset is None:
@@ -396,15 +398,10 @@ def _ingest(
 
 def _ingested(told: Mapping[str, Any]) -> str:
     """The result of `_ingest` as text for people."""
-    duplicates, corrected = told["near_duplicates"], told["superseded"]
+    corrected = told["superseded"]
     lines = [
         f"Facts added: {told['added']}; already stored: {told['duplicates']}; rows skipped: {len(told['skipped'])}."
     ]
-    if duplicates:
-        lines.append(f"{len(duplicates)} say nearly what another fact says:")
-    lines += [f"  {found['id']} ≈ {found['earlier']} ({found['score']:.3f})" for found in duplicates[:_SHOWN]]
-    if len(duplicates) > _SHOWN:
-        lines.append("  … all of them with --json")
     if corrected:
         ids = ", ".join(corrected[:_SHOWN]) + (", …" if len(corrected) > _SHOWN else "")
         lines.append(f"Corrected in the collection earlier, and left as they are: {ids}.")

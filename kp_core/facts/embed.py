@@ -66,12 +66,12 @@ def normalised(vectors: ArrayLike) -> NDArray[np.float32]:
     return np.asarray(array / np.maximum(np.linalg.norm(array, axis=-1, keepdims=True), 1e-12), np.float32)
 
 
-def checked_vectors(vectors: NDArray[np.float32], shape: tuple[int, int], embedder: Embedder) -> NDArray[np.float32]:
-    """Return `vectors` as float32; raises `FactError`, naming the embedder, for a wrong shape or wrong lengths."""
+def checked_vectors(vectors: ArrayLike, count: int, embedder: Embedder) -> NDArray[np.float32]:
+    """Return `vectors` as float32; raises `FactError`, naming the embedder, unless they are `count` unit rows."""
     # The embedder is the user's code, and the index would accept anything.
     vectors = np.ascontiguousarray(vectors, np.float32)
-    if vectors.shape != shape:
-        raise FactError(f"The embedder {embedder.name!r} gave an array of shape {vectors.shape}; expected {shape}.")
+    if vectors.ndim != 2 or len(vectors) != count:
+        raise FactError(f"The embedder {embedder.name!r} gave the shape {vectors.shape}; expected {count} rows.")
     lengths = np.linalg.norm(vectors, axis=1)
     if not np.allclose(lengths, 1.0, atol=_UNIT_TOLERANCE):
         worst = lengths[np.argmax(np.abs(lengths - 1.0))]

@@ -9,16 +9,16 @@ import numpy as np
 from kp_core.facts.base import Fact, Filter, Hit
 from kp_core.facts.embed import Embedder
 from kp_core.facts.filters import predicate
-from kp_core.facts.store import BANK_SIZE, BaseFactStore, Row, Vectors, alive
+from kp_core.facts.store import BANK_SIZE, FactStore, Row, Vectors, alive
 
 __all__ = ["MemoryFactStore"]
 
 
-class MemoryFactStore(BaseFactStore):
-    """A `FactStore` in memory, lost when the process ends; the tests compare `ChromaFactStore` with it."""
+class MemoryFactStore(FactStore):
+    """A fact store in memory, lost when the process ends; the tests compare `ChromaFactStore` with it."""
 
-    def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE, near_duplicate: float | None = 0.97) -> None:
-        super().__init__(embedder, bank_size=bank_size, near_duplicate=near_duplicate)
+    def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE) -> None:
+        super().__init__(embedder, bank_size=bank_size)
         self._held: dict[str, dict[str, Row]] = {}
         self._centroids: dict[str, Vectors] = {}
 
