@@ -52,7 +52,7 @@ class Remembering:
     """An embedder whose vectors of known texts are at hand."""
 
     def __init__(self, embedder: SentenceTransformerEmbedder, texts: Sequence[str]) -> None:
-        self.name, self.dimensions = embedder.name, embedder.dimensions
+        self.name = embedder.name
         self.vectors = embedder.embed(texts)
         self._rows = {text: row for row, text in enumerate(texts)}
         self.questions: dict[str, Floats] = {}

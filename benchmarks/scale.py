@@ -175,7 +175,7 @@ class Asked:
     """The embedder, with the vector of the question at hand."""
 
     def __init__(self, embedder: AtHand) -> None:
-        self.name, self.dimensions, self.embed = embedder.name, embedder.dimensions, embedder.embed
+        self.name, self.embed = embedder.name, embedder.embed
         self._query: Floats = np.zeros(0, np.float32)
 
     def search(self, store: ChromaFactStore, query: Floats, k: int) -> list[Hit]:

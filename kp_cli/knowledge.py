@@ -58,7 +58,7 @@ __all__ = ["add", "build", "edit", "gc", "remove", "size"]
 logger = logging.getLogger(__name__)
 
 _ADDED_AT_ONCE = 256
-_COMPILED_AT_ONCE, _SERVER_THREADS = 64, 8
+_SERVER_THREADS = 8
 _SHOWN = 5
 MUCH_BYTES = 10**9
 """A build that writes more bytes says how to write fewer."""
@@ -154,14 +154,10 @@ class CompileOptions(ModelOptions):
         if server is None and cost.nbytes > MUCH_BYTES:
             gigabytes = f"{cost.nbytes / 1e9:.1f} GB"
             typer.echo(f"That is {gigabytes}; `--kv lazy` stores text alone, and computes KV on use.", err=True)
-        with bar_of("Compiling", len(units), "pack") as bar:
-            for at in range(0, len(units), _COMPILED_AT_ONCE):
-                part = units[at : at + _COMPILED_AT_ONCE]
-                handles = delivery.compile(part, progress=False)
-                if server is not None:
-                    compiled_units = [unit for unit, handle in zip(part, handles, strict=True) if handle]
-                    _compile_there(server, compiled_units, self.unit)
-                bar.update(len(part))
+        handles = delivery.compile(units)
+        if server is not None:
+            compiled_units = [unit for unit, handle in zip(units, handles, strict=True) if handle]
+            _compile_there(server, compiled_units, self.unit)
         return plan
 
 
@@ -408,7 +404,7 @@ def _ingested(told: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"Now {counted(told['facts'], 'fact')}."])
 
 
-def _compile_there(server: VLLMEngine, units: Iterable[Fact], unit: Unit) -> None:
+def _compile_there(server: VLLMEngine, units: Sequence[Fact], unit: Unit) -> None:
     """Have a server compile texts, several at a time, so that it can batch them. It answers at once for stored packs.
 
     Refused texts are left out, with a warning. Raises `ModelError` if the server is away or refuses the key.
@@ -421,7 +417,7 @@ def _compile_there(server: VLLMEngine, units: Iterable[Fact], unit: Unit) -> Non
             logger.warning("Fact %s is not compiled: %s", each.id, error)
 
     with ThreadPoolExecutor(_SERVER_THREADS) as pool:
-        for _ in pool.map(compiled, units):
+        for _ in bar_of("Compiling", len(units), "pack", pool.map(compiled, units)):
             pass  # An error in a thread is raised here, and cancels the rest.
 
 

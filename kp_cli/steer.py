@@ -205,7 +205,6 @@ def _numbers(text: str) -> list[float]:
 
 def _show(file: Path, steering: Steering, *, as_json: bool) -> None:
     alone, with_knowledge = (steering.default_alpha(with_knowledge=knows) for knows in (False, True))
-    is_calibrated = steering.recommended is not None
     report: dict[str, Any] = {
         "file": str(file),
         "id": steering.id,
@@ -213,21 +212,17 @@ def _show(file: Path, steering: Steering, *, as_json: bool) -> None:
         "model": steering.fingerprint.id,
         "dtype": steering.fingerprint.dtype,
         "layers": list(steering.layers),
-        "strength": steering.strength if steering.scales and steering.values else None,
-        "norms": {str(layer): norm for layer, norm in steering.norms.items()},
         "keys": bool(steering.keys),
+        "strength": steering.strength if steering.scales and steering.values else None,
         # JSON has no infinity, so `None` says that no limit was found on this side.
         "coherent": steering.coherent and [bound if math.isfinite(bound) else None for bound in steering.coherent],
-        "recommended": {"alone": alone, "with_knowledge": with_knowledge, "calibrated": is_calibrated},
+        "recommended": {
+            "alone": alone,
+            "with_knowledge": with_knowledge,
+            "calibrated": steering.recommended is not None,
+        },
         "made": dict(steering.provenance),
     }
-    layers, keys = steering.layers, " and keys" if steering.keys else ""
-    strength = "unknown" if report["strength"] is None else f"{report['strength']:.3f} of the cached values' norm"
-    note = "" if is_calibrated else " (not calibrated)"
-    shown = {name: report[name] for name in ("file", "id", "model", "dtype", "made")} | {
-        "layers": f"{layers[0]} to {layers[-1]} ({len(layers)}), values{keys}",
-        "strength": strength,
-        "coherent": steering.coherent and "from {:g} to {:g}".format(*steering.coherent),
-        "default alpha": f"{alone:g} alone, {with_knowledge:g} with knowledge{note}",
-    }
-    tell(report, table_of(shown), as_json=as_json)
+    norms = {str(layer): norm for layer, norm in steering.norms.items()}
+    shown = report | {"coherent": steering.coherent and "from {:g} to {:g}".format(*steering.coherent)}
+    tell({**report, "norms": norms}, table_of(shown), as_json=as_json)

@@ -9,12 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, PromptError, ShortTextError
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
-from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
+from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
 from kp_core.packs.codec import Compression, check_compression
 from kp_core.packs.file import encode_pack
 from kp_core.packs.handle import Handle
@@ -204,7 +205,7 @@ def _edits_of(pack: KnowledgePack) -> dict[str, str]:
 
 def open_facts(
     facts: FactStore | None = None,
-    embedder: Embedder | object | None = None,
+    embedder: Embedder | Any | None = None,  # noqa: ANN401 - or another library's
     path: str | os.PathLike[str] | None = None,
 ) -> FactStore:
     """Return `facts`, or a new store with `embedder` (default: the bundled MiniLM), in Chroma at `path` or in memory.
@@ -217,9 +218,6 @@ def open_facts(
         raise FactError("Got a fact store together with an embedder or a path; a store brings its own.")
     if facts is not None:
         return facts
-    converted = None if embedder is None else as_embedder(embedder)
-    return (
-        MemoryFactStore(converted or SentenceTransformerEmbedder())
-        if path is None
-        else ChromaFactStore(path, converted)
-    )
+    if path is not None:
+        return ChromaFactStore(path, embedder)
+    return MemoryFactStore(SentenceTransformerEmbedder() if embedder is None else embedder)

@@ -78,6 +78,7 @@ class ChromaFactStore(FactStore):
     ) -> None:
         if (path is None) == (client is None):
             raise FactError(f"Got path={path!r} and client={client!r}; expected one of the two.")
+        embedder = None if embedder is None else as_embedder(embedder)
         self.where, self.read_only = str(path or type(client).__name__), read_only
         self._opened, self._centroids = dict[str, Any](), dict[str, Any]()
         if path is not None and not is_url(path):
@@ -93,7 +94,7 @@ class ChromaFactStore(FactStore):
             name, self._is_sized = marker.get("embedder", _BUNDLED), bank_size is not None
             fallback = SentenceTransformerEmbedder(None if name == _BUNDLED else name)
             super().__init__(
-                fallback if embedder is None else as_embedder(embedder),
+                fallback if embedder is None else embedder,
                 bank_size=marker.get("bank_size", BANK_SIZE) if bank_size is None else bank_size,
             )
             self._spaces(None)
@@ -159,7 +160,7 @@ class ChromaFactStore(FactStore):
         metrics = [section.get("space") for section in settings.values() if isinstance(section, Mapping)]
         self._space = next((metric for metric in metrics if metric in {"cosine", "l2", "ip"}), "l2")
         fallback = _own_embedder(collection, settings) or SentenceTransformerEmbedder()
-        super().__init__(fallback if embedder is None else as_embedder(embedder))
+        super().__init__(fallback if embedder is None else embedder)
         self._opened, self._centroids = {namespace: collection}, {}
         self._check_embedder(collection)
 
@@ -255,15 +256,9 @@ class ChromaFactStore(FactStore):
         return int(self._call(self._opened[space], "count"))
 
     def _rows(
-        self,
-        space: str,
-        *,
-        ids: Sequence[str] | None = None,
-        bank: int | None = None,
-        where: Filter | None = None,
-        vectors: bool = False,
+        self, space: str, *, ids: Sequence[str] | None = None, where: Filter | None = None, vectors: bool = False
     ) -> Iterator[Row]:
-        test = pushed_down(where) if bank is None else {_BANK: bank}
+        test = pushed_down(where)
         include = ["documents", "metadatas", *["embeddings"] * vectors]
         unique = None if ids is None else list(dict.fromkeys(ids))  # Chroma refuses repeated ids.
         for at in itertools.count(0, _PAGE) if unique is None else range(0, len(unique), _PAGE):
@@ -415,9 +410,10 @@ class ChromaFactStore(FactStore):
         if marker["embedder"] != self.embedder.name:
             sample = collection.get(limit=1, include=["embeddings"])["embeddings"]
             dimensions = f"{len(sample[0])} dimensions" if len(sample) else "no vectors yet"
+            got = len(self.embedder.embed_query("a"))
             raise FactError(
                 f"{self.where} was built with the embedder {marker['embedder']!r} ({dimensions}), got "
-                f"{self.embedder.name!r} ({self.embedder.dimensions} dimensions); their vectors cannot be compared. "
+                f"{self.embedder.name!r} ({got} dimensions); their vectors cannot be compared. "
                 "Open it with the former, or build another store."
             )
         unembedded = self._client.get_collection(collection.name, embedding_function=None)

@@ -36,17 +36,16 @@ class MemoryFactStore(FactStore):
         space: str,
         *,
         ids: Sequence[str] | None = None,
-        bank: int | None = None,
-        where: Filter | None = None,
+        where: Filter | None = None,  # noqa: ARG002 - the caller tests every row, too
         vectors: bool = False,  # noqa: ARG002 - they are at hand
     ) -> Iterator[Row]:
-        id_set, test = None if ids is None else set(ids), predicate(where or {})
-        for row in list(self._held[space].values()):
-            if (id_set is None or row.fact.id in id_set) and bank in (None, row.bank) and test(row.fact):
-                yield row
+        held = self._held[space]
+        chosen = held.keys() if ids is None else set(ids)
+        yield from [row for fact_id, row in held.items() if fact_id in chosen]
 
     def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
-        rows = [row for row in self._rows(space, where=where) if alive(row.fact)]
+        test = predicate(where or {})
+        rows = [row for row in self._held[space].values() if alive(row.fact) and test(row.fact)]
         if not rows:
             return [[] for _ in vectors]
         near = _ranked(vectors, np.stack([row.vector for row in rows]), count)

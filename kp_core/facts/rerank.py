@@ -13,7 +13,7 @@ from kp_core.bundled import needing
 from kp_core.errors import FactError
 from kp_core.facts.base import Hit, Reranker
 
-__all__ = ["LexicalReranker", "hits_wanted", "reranked"]
+__all__ = ["LexicalReranker", "hits_wanted"]
 
 
 def hits_wanted(k: int, rerank: Reranker | None) -> int:
@@ -28,11 +28,6 @@ def hits_wanted(k: int, rerank: Reranker | None) -> int:
     if not isinstance(rerank, Reranker):
         raise FactError(f"Got rerank={rerank!r}; expected a Reranker, e.g. `LexicalReranker()`, or None.")
     return max(k, rerank.depth)
-
-
-def reranked(question: str, hits: list[Hit], rerank: Reranker | None) -> list[Hit]:
-    """Return all `hits`, in the reranker's order if there is a reranker."""
-    return hits if rerank is None or len(hits) < 2 else rerank(question, hits)
 
 
 class LexicalReranker:

@@ -19,7 +19,7 @@ from kp_core.errors import FactError
 from kp_core.facts.base import LATEST, Added, Fact, Filter, Hit, Reranker
 from kp_core.facts.embed import Embedder, as_embedder, checked_vectors, normalised
 from kp_core.facts.filters import predicate
-from kp_core.facts.rerank import hits_wanted, reranked
+from kp_core.facts.rerank import hits_wanted
 
 __all__ = ["BANK_SIZE", "LARGEST", "FactStore", "Row", "Vectors", "alive", "cluster"]
 
@@ -84,15 +84,9 @@ class FactStore(ABC):
 
     @abstractmethod
     def _rows(
-        self,
-        space: str,
-        *,
-        ids: Sequence[str] | None = None,
-        bank: int | None = None,
-        where: Filter | None = None,
-        vectors: bool = False,
+        self, space: str, *, ids: Sequence[str] | None = None, where: Filter | None = None, vectors: bool = False
     ) -> Iterator[Row]:
-        """Yield the rows with these ids, or of one bank, or all; `where` may be applied only in part."""
+        """Yield the rows with these ids, or all; `where`, which may name `kp:bank`, may be applied only in part."""
 
     @abstractmethod
     def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
@@ -176,7 +170,7 @@ class FactStore(ABC):
         if not hits and not self.namespaces():
             raise FactError("The store holds no facts yet. Call `add(facts)` with at least one first.")
         nearest = sorted(hits, key=lambda hit: (-hit.score, hit.fact.id))[:shortlist_size]
-        return reranked(question, nearest, rerank)[:k]
+        return (nearest if rerank is None or len(nearest) < 2 else rerank(question, nearest))[:k]
 
     def namespaces(self) -> tuple[str, ...]:
         """The namespaces that have facts, in alphabetical order."""
@@ -209,8 +203,8 @@ class FactStore(ABC):
                     names |= {(space, row.fact.id): _name(space, row.bank) for row in rows if row.bank is not None}
         if missing := [fact.id for fact in facts if (fact.namespace, fact.id) not in names]:
             raise FactError(
-                f"The facts {missing} stand in no bank: they were removed, never were in this store, or came while "
-                "another process made banks. `rebuild()` puts all facts into banks."
+                f"The facts {missing} stand in no bank: they were deleted, were never in this store, or were added "
+                "while another process made banks. `rebuild()` puts all facts into banks."
             )
         return [names[fact.namespace, fact.id] for fact in facts]
 
@@ -238,7 +232,8 @@ class FactStore(ABC):
             count, yielded = _GROWTH * count, count
 
     def _living(self, space: str, number: int, *, vectors: bool = False) -> list[Row]:
-        return [row for row in self._rows(space, bank=number, vectors=vectors) if alive(row.fact)]
+        rows = self._rows(space, where={"kp:bank": number}, vectors=vectors)
+        return [row for row in rows if row.bank == number and alive(row.fact)]
 
     def _expired(self, space: str) -> list[str]:
         now = time.time()
