@@ -317,7 +317,7 @@ def _find(text: str, statement: str, replacement: str) -> tuple[int, int]:
             f"Got {name}={value!r}; expected words. To take a statement out, `rebuild` the pack from a text without it."
         )
     if statement == replacement:
-        raise PackError(f"Got {statement!r} as old and as new text; expected a different new text.")
+        raise PackError(f"Got {statement!r} as the old and as the new text; expected another text.")
     before, behind = (r"\b" if edge.isalnum() else "" for edge in (statement[0], statement[-1]))
     places = [match.span() for match in re.finditer(f"{before}{re.escape(statement)}{behind}", text)]
     if len(places) == 1:

@@ -171,8 +171,9 @@ class World:
                 raise SourceError(f"{name}: holds too little text for a pack; expected at least a sentence.")
             if self.address:  # A server compiles on first use.
                 self.session.generate(str(found.handle), view=self.view, max_tokens=1)
-            pack = self.store.get(found.handle, PackKey(self.session.fingerprint))
-            document = Document(name, file, pack.text, found.handle, len(pack.token_ids), pack.stored_bytes)
+            pack = self.store.peek(found.handle, PackKey(self.session.fingerprint))
+            tokens, kv_bytes = (len(pack.token_ids), pack.stored_bytes) if pack else (0, 0)
+            document = Document(name, file, found.unit.text, found.handle, tokens, kv_bytes)
             self.documents[name] = document
             yield document
 

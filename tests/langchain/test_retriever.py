@@ -144,7 +144,7 @@ async def test_async_equals_sync(retriever):
 
 
 def test_in_chroma_by_path(facts, tmp_path, shelf, embedder):
-    settings = {"engine": tiny_engine(), "store": shelf, "lazy": True, "k": 1, "content": "handle"}
+    settings = {"engine": tiny_engine(), "store": shelf, "kv": "lazy", "k": 1, "content": "handle"}
     retriever = KnowledgePackRetriever.from_facts(facts[:3], embedder=embedder, path=tmp_path / "bank", **settings)
     first = retriever.invoke("flag")
     retriever.fact_store.close()
