@@ -52,7 +52,7 @@ class Remembering:
     """An embedder whose vectors of known texts are at hand."""
 
     def __init__(self, embedder: SentenceTransformerEmbedder, texts: Sequence[str]) -> None:
-        self.name, self.dimensions = embedder.name, embedder.dimensions
+        self.name = embedder.name
         self.vectors = embedder.embed(texts)
         self._rows = {text: row for row, text in enumerate(texts)}
         self.questions: dict[str, Floats] = {}
@@ -135,7 +135,7 @@ def route_synthetic(embedder: SentenceTransformerEmbedder, counts: Sequence[int]
     remembering.questions = dict(zip(questions, queries, strict=True))
     figures = {}
     for count in counts:
-        with ChromaFactStore(folder / f"synthetic-{count}", remembering, near_duplicate=None) as store:
+        with ChromaFactStore(folder / f"synthetic-{count}", remembering) as store:
             store.add(map(Fact, texts[:count]))
             store.rebuild()
             figures[str(count)] = {
@@ -159,7 +159,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     nearest = [[texts[row] for row in rows] for rows in order.tolist()]
     with tempfile.TemporaryDirectory() as folder:
         path, began = Path(folder) / "facts", time.perf_counter()
-        with ChromaFactStore(path, remembering, near_duplicate=None) as store:
+        with ChromaFactStore(path, remembering) as store:
             store.add(map(Fact, texts))
             added = time.perf_counter() - began
             banks = len(store.banks())

@@ -137,7 +137,7 @@ def measure(embedder: AtHand, queries: Floats, count: int, folder: Path) -> Iter
 
     text = sum(len(embedder.text(row).encode()) for row in range(count))
     truth = nearest(embedder.vectors[:count], queries, max(_KS))
-    with ChromaFactStore(folder / "facts", embedder, near_duplicate=None) as store:
+    with ChromaFactStore(folder / "facts", embedder) as store:
         with timed("add_s"):
             store.add(facts(0, count))
         with timed("again_s"):
@@ -152,7 +152,7 @@ def measure(embedder: AtHand, queries: Floats, count: int, folder: Path) -> Iter
             found = collection.query(query_embeddings=[query], n_results=max(_KS))
             return [int(text.rpartition("#")[2]) for text in found["documents"][0]]
 
-        with ChromaFactStore(folder / "facts", embedder, near_duplicate=None) as store:
+        with ChromaFactStore(folder / "facts", embedder) as store:
             at_hand = Asked(embedder)
             store.embedder = at_hand
 
@@ -163,7 +163,7 @@ def measure(embedder: AtHand, queries: Floats, count: int, folder: Path) -> Iter
     for name in ("ours", "Chroma"):
         figures = [_opened(folder / "facts", embedder.dimensions, name) for _ in range(_OPENINGS)]
         yield {f"{name}: {part}": min(each[part] for each in figures) for part in figures[0]}
-    with ChromaFactStore(folder / "facts", embedder, near_duplicate=None) as store:
+    with ChromaFactStore(folder / "facts", embedder) as store:
         with timed("add_1000_s"):
             store.add(facts(count, count + _ADDED))
         with timed("rebuild_s"):
@@ -175,7 +175,7 @@ class Asked:
     """The embedder, with the vector of the question at hand."""
 
     def __init__(self, embedder: AtHand) -> None:
-        self.name, self.dimensions, self.embed = embedder.name, embedder.dimensions, embedder.embed
+        self.name, self.embed = embedder.name, embedder.embed
         self._query: Floats = np.zeros(0, np.float32)
 
     def search(self, store: ChromaFactStore, query: Floats, k: int) -> list[Hit]:

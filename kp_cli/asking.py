@@ -20,6 +20,7 @@ from kp_cli.shared import (
     SearchOptions,
     about_hit,
     console,
+    existing,
     plain,
     sourced,
     spread,
@@ -74,7 +75,7 @@ class _AskOptions(SearchOptions, ModelOptions, ReadOptions):
         """These options as options of a request."""
         if self.steering is None and self.alpha is not None:
             raise typer.BadParameter("--alpha goes with --steering.")
-        steering = None if self.steering is None else (load_steering(self.steering), self.alpha)
+        steering = None if self.steering is None else (load_steering(existing(self.steering)), self.alpha)
         options = {"composer": composer_of(self.composer), "order": self.order}
         return options | {"mismatch": self.mismatch, "steering": steering}
 

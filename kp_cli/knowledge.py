@@ -26,18 +26,18 @@ from kp_cli.shared import (
     checked_namespace,
     counted,
     did_you_mean,
+    existing,
     filter_of,
     is_collection,
     is_store,
     located,
     open_collection,
     print_json,
-    siblings,
     spread,
     tell,
 )
 from kp_core import edit as editing
-from kp_core.compiling import MUCH_BYTES, compile_cost, find_compiled, provenance_of
+from kp_core.compiling import compile_cost, find_compiled, provenance_of
 from kp_core.delivery import KV, Delivery, Unit
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, PackError, SourceError
@@ -58,8 +58,10 @@ __all__ = ["add", "build", "edit", "gc", "remove", "size"]
 logger = logging.getLogger(__name__)
 
 _ADDED_AT_ONCE = 256
-_COMPILED_AT_ONCE, _SERVER_THREADS = 64, 8
+_SERVER_THREADS = 8
 _SHOWN = 5
+MUCH_BYTES = 10**9
+"""A build that writes more bytes says how to write fewer."""
 
 _Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for another writer.")]
 _Vacuum = Annotated[
@@ -95,8 +97,8 @@ class SourceOptions:
         A missing file raises `SourceError` at once, before anything is read or written.
         """
         for file in files:
-            if str(file) != STDIN and not file.exists():
-                raise SourceError(f"There is no file {file}. {did_you_mean(str(file), siblings(file))}".rstrip())
+            if str(file) != STDIN:
+                existing(file)
         reading_options: Any = {"on_error": self.on_error, "skipped": skipped.append, "namespace": self.namespace}
         facts = read_facts(files, max_chars=self.max_chars, encoding=self.encoding, **reading_options)
         if self.dataset is None:
@@ -152,14 +154,10 @@ class CompileOptions(ModelOptions):
         if server is None and cost.nbytes > MUCH_BYTES:
             gigabytes = f"{cost.nbytes / 1e9:.1f} GB"
             typer.echo(f"That is {gigabytes}; `--kv lazy` stores text alone, and computes KV on use.", err=True)
-        with bar_of("Compiling", len(units), "pack") as bar:
-            for at in range(0, len(units), _COMPILED_AT_ONCE):
-                part = units[at : at + _COMPILED_AT_ONCE]
-                handles = delivery.compile(part, progress=False)
-                if server is not None:
-                    compiled_units = [unit for unit, handle in zip(part, handles, strict=True) if handle]
-                    _compile_there(server, compiled_units, self.unit)
-                bar.update(len(part))
+        handles = delivery.compile(units)
+        if server is not None:
+            compiled_units = [unit for unit, handle in zip(units, handles, strict=True) if handle]
+            _compile_there(server, compiled_units, self.unit)
         return plan
 
 
@@ -396,22 +394,17 @@ def _ingest(
 
 def _ingested(told: Mapping[str, Any]) -> str:
     """The result of `_ingest` as text for people."""
-    duplicates, corrected = told["near_duplicates"], told["superseded"]
+    corrected = told["superseded"]
     lines = [
         f"Facts added: {told['added']}; already stored: {told['duplicates']}; rows skipped: {len(told['skipped'])}."
     ]
-    if duplicates:
-        lines.append(f"{len(duplicates)} say nearly what another fact says:")
-    lines += [f"  {found['id']} ≈ {found['earlier']} ({found['score']:.3f})" for found in duplicates[:_SHOWN]]
-    if len(duplicates) > _SHOWN:
-        lines.append("  … all of them with --json")
     if corrected:
         ids = ", ".join(corrected[:_SHOWN]) + (", …" if len(corrected) > _SHOWN else "")
         lines.append(f"Corrected in the collection earlier, and left as they are: {ids}.")
     return "\n".join([*lines, f"Now {counted(told['facts'], 'fact')}."])
 
 
-def _compile_there(server: VLLMEngine, units: Iterable[Fact], unit: Unit) -> None:
+def _compile_there(server: VLLMEngine, units: Sequence[Fact], unit: Unit) -> None:
     """Have a server compile texts, several at a time, so that it can batch them. It answers at once for stored packs.
 
     Refused texts are left out, with a warning. Raises `ModelError` if the server is away or refuses the key.
@@ -424,7 +417,7 @@ def _compile_there(server: VLLMEngine, units: Iterable[Fact], unit: Unit) -> Non
             logger.warning("Fact %s is not compiled: %s", each.id, error)
 
     with ThreadPoolExecutor(_SERVER_THREADS) as pool:
-        for _ in pool.map(compiled, units):
+        for _ in bar_of("Compiling", len(units), "pack", pool.map(compiled, units)):
             pass  # An error in a thread is raised here, and cancels the rest.
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kp_cli.shared import JsonFlag, ModelOptions, ReadOptions, is_collection, spread, tell
+from kp_cli.shared import JsonFlag, ModelOptions, ReadOptions, existing, is_collection, spread, tell
 from kp_core.compose.packet import SHIPPED, load_wrapper
 from kp_core.facts.sources import read_facts
 
@@ -111,7 +111,7 @@ def _read(place: str, options: ReadOptions) -> list[tuple[str, str]]:
     if is_collection(place) or options.collection is not None:
         with options.reading(place) as facts:
             return [(fact.title, fact.text) for fact in facts.facts()]
-    return [(fact.title, fact.text) for fact in read_facts([place])]
+    return [(fact.title, fact.text) for fact in read_facts([existing(Path(place))])]
 
 
 def _range(name: str, text: str) -> tuple[int, int]:

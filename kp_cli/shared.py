@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kp_cli import importing
-from kp_core.errors import FactError, KnowledgePackError, ModelError
+from kp_core.errors import FactError, KnowledgePackError, ModelError, SourceError
 from kp_core.facts import ChromaFactStore, Fact, Filter, Hit, LexicalReranker
 from kp_core.facts.base import content_id
 from kp_core.facts.client import is_fact_store, is_url
@@ -48,6 +48,7 @@ __all__ = [
     "console",
     "counted",
     "did_you_mean",
+    "existing",
     "filter_of",
     "is_collection",
     "is_store",
@@ -256,11 +257,16 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
 def message_of(error: Exception) -> str:
     """The message of an error. That of a library's error begins with the name of its class."""
-    # An `OSError` without a number is ours, about a remote place.
-    is_own_error = isinstance(error, KnowledgePackError) or (
-        isinstance(error, OSError) and error.errno is None and error.args
-    )
-    return str(error) if is_own_error else f"{type(error).__name__}: {error}"
+    if isinstance(error, KnowledgePackError):
+        return str(error)
+    if isinstance(error, OSError):
+        if error.filename is not None:
+            reasons = ((FileNotFoundError, "does not exist"), (IsADirectoryError, "is a folder, not a file"))
+            reason = next((reason for kind, reason in reasons if isinstance(error, kind)), f"failed: {error.strerror}")
+            return f"{error.filename} {reason}. Check the path."
+        if error.errno is None and error.args:  # Ours, about a remote place.
+            return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def plain(text: str) -> str:
@@ -322,6 +328,13 @@ def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
 def siblings(path: Path) -> list[str]:
     """Paths of what exists beside `path`."""
     return [str(sibling) for sibling in path.parent.iterdir() if sibling.exists()] if path.parent.is_dir() else []
+
+
+def existing(path: Path, hint: str = "Check the path.") -> Path:
+    """`path`. Raises `SourceError` if nothing is there, with the nearest name beside it, else with `hint`."""
+    if not path.exists():
+        raise SourceError(f"There is no file {path}. {did_you_mean(str(path), siblings(path), hint)}")
+    return path
 
 
 def filter_of(where: str | None) -> Filter | None:

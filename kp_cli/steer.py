@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from kp_cli.shared import JsonFlag, ModelOptions, did_you_mean, spread, table_of, tell
+from kp_cli.shared import JsonFlag, ModelOptions, did_you_mean, existing, spread, table_of, tell
 from kp_core import SentenceTransformerEmbedder
 from kp_core.errors import SourceError, SteeringError
 from kp_core.facts.sources.texts import read_json_lines
@@ -51,6 +51,7 @@ steer = typer.Typer(
     help="Change how a model speaks, without a word in the prompt: make, measure and look at steerings.",
 )
 
+_NO_FILE = "`kp steer make PAIRS -o FILE` makes one."
 _File = Annotated[Path, typer.Argument(metavar="FILE", help="A steering, as `kp steer make` writes it.")]
 
 
@@ -112,7 +113,7 @@ def measure(  # noqa: PLR0913 - one parameter per option or group of options
 
     The effect is how like the answers are to the first sides of the pairs (1) or to the second (-1), by embedding.
     """
-    steering = load_steering(file)
+    steering = load_steering(existing(file, _NO_FILE))
     contrast_pairs, strengths = read_pairs(pairs or steering.provenance.get("pairs", "")), _numbers(alphas)
     rows = [{"question": question} for question in _QUESTIONS] if questions is None else _rows(questions)
     engine = model.load()
@@ -141,7 +142,7 @@ def measure(  # noqa: PLR0913 - one parameter per option or group of options
 @steer.command()
 def show(file: _File, *, as_json: JsonFlag = False) -> None:
     """What a steering is made of, how strong it is, and what it was calibrated to."""
-    _show(file, load_steering(file), as_json=as_json)
+    _show(file, load_steering(existing(file, _NO_FILE)), as_json=as_json)
 
 
 def read_pairs(name: str) -> Sequence[Pair]:
@@ -169,7 +170,7 @@ def read_pairs(name: str) -> Sequence[Pair]:
 
 def _rows(path: Path) -> list[dict[str, str]]:
     rows = []
-    for place, row in read_json_lines(path, 0):
+    for place, row in read_json_lines(existing(path), 0):
         if isinstance(row, SourceError):
             raise SteeringError(f"{row}; {_ROW}") from row
         rows.append({name: value for name, value in row.items() if isinstance(value, str)})
@@ -204,7 +205,6 @@ def _numbers(text: str) -> list[float]:
 
 def _show(file: Path, steering: Steering, *, as_json: bool) -> None:
     alone, with_knowledge = (steering.default_alpha(with_knowledge=knows) for knows in (False, True))
-    is_calibrated = steering.recommended is not None
     report: dict[str, Any] = {
         "file": str(file),
         "id": steering.id,
@@ -212,21 +212,17 @@ def _show(file: Path, steering: Steering, *, as_json: bool) -> None:
         "model": steering.fingerprint.id,
         "dtype": steering.fingerprint.dtype,
         "layers": list(steering.layers),
-        "strength": steering.strength if steering.scales and steering.values else None,
-        "norms": {str(layer): norm for layer, norm in steering.norms.items()},
         "keys": bool(steering.keys),
+        "strength": steering.strength if steering.scales and steering.values else None,
         # JSON has no infinity, so `None` says that no limit was found on this side.
         "coherent": steering.coherent and [bound if math.isfinite(bound) else None for bound in steering.coherent],
-        "recommended": {"alone": alone, "with_knowledge": with_knowledge, "calibrated": is_calibrated},
+        "recommended": {
+            "alone": alone,
+            "with_knowledge": with_knowledge,
+            "calibrated": steering.recommended is not None,
+        },
         "made": dict(steering.provenance),
     }
-    layers, keys = steering.layers, " and keys" if steering.keys else ""
-    strength = "unknown" if report["strength"] is None else f"{report['strength']:.3f} of the cached values' norm"
-    note = "" if is_calibrated else " (not calibrated)"
-    shown = {name: report[name] for name in ("file", "id", "model", "dtype", "made")} | {
-        "layers": f"{layers[0]} to {layers[-1]} ({len(layers)}), values{keys}",
-        "strength": strength,
-        "coherent": steering.coherent and "from {:g} to {:g}".format(*steering.coherent),
-        "default alpha": f"{alone:g} alone, {with_knowledge:g} with knowledge{note}",
-    }
-    tell(report, table_of(shown), as_json=as_json)
+    norms = {str(layer): norm for layer, norm in steering.norms.items()}
+    shown = report | {"coherent": steering.coherent and "from {:g} to {:g}".format(*steering.coherent)}
+    tell({**report, "norms": norms}, table_of(shown), as_json=as_json)

@@ -9,12 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
-from kp_core.errors import FactError, PackError, PromptError, ShortTextError
+from kp_core.errors import FactError, PromptError, ShortTextError
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
-from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
+from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
 from kp_core.packs.codec import Compression, check_compression
 from kp_core.packs.file import encode_pack
 from kp_core.packs.handle import Handle
@@ -23,23 +24,18 @@ from kp_core.packs.view import Packs
 from kp_core.units import Unit
 
 __all__ = [
-    "MUCH_BYTES",
     "CompileCost",
     "compile_cost",
     "compile_facts",
     "find_compiled",
     "open_facts",
     "provenance_of",
-    "refuse_unreadable",
 ]
 
 logger = logging.getLogger(__name__)
 
-_MANY = 256  # Below this number of packs, the cost is not estimated.
 _LOOKED_AT, _SAMPLE = 1024, 64
 _COUNTED, _TIMED = 256, 8
-MUCH_BYTES = 10**9
-"""A compile that writes more bytes logs a warning."""
 
 
 def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
@@ -82,8 +78,6 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
             provenance_of(fact, unit) | (_edits_of(outdated[space, text]) if (space, text) in outdated else {})
             for text, fact in units.items()
         ]
-        if progress and len(units) >= _MANY:
-            _say_cost(compile_cost(list(units), engine, lazy=lazy, compress=compress))
         built = engine.build_packs(
             list(units),
             namespace=space,
@@ -197,15 +191,6 @@ def compile_cost(
     return CompileCost(len(texts), tokens, round(nbytes + kv * tokens), seconds)
 
 
-def _say_cost(cost: CompileCost) -> None:
-    level = logging.WARNING if cost.nbytes > MUCH_BYTES else logging.INFO
-    logger.log(
-        level,
-        "Compiling %d packs of %d tokens: %.1f MB on disk, about %.1f minutes; lazy packs keep text alone.",
-        *(cost.packs, cost.tokens, cost.nbytes / 1e6, cost.seconds / 60),
-    )
-
-
 def provenance_of(fact: Fact, unit: Unit) -> dict[str, str]:
     """Return the provenance of a unit's pack; `Delivery.gc` uses it to find packs made of facts."""
     facts = str(fact.metadata.get("facts", "")) if unit != "fact" else ""
@@ -218,23 +203,9 @@ def _edits_of(pack: KnowledgePack) -> dict[str, str]:
     return replace(pack.edits, starts=()).written({}) if pack.history else {}
 
 
-def refuse_unreadable(facts: Iterable[Fact], engine: Session, compiled_for: CompiledFor) -> None:
-    """See `Delivery.refuse_unreadable`; computes nothing. Meant for texts from strangers and models."""
-    limit = engine.max_positions // 2
-    for fact in facts:
-        for pack in engine.build_packs(
-            [fact.text], compiled_for=compiled_for, lazy=True, progress=False, on_short=lambda *_: None
-        ):
-            if (count := len(pack.token_ids)) > limit:
-                raise PackError(
-                    f"Got a text of {count:,} tokens (it begins {fact.text[:40]!r}); expected at most {limit:,}, "
-                    "half of what the model reads. Cut it into several."
-                )
-
-
 def open_facts(
     facts: FactStore | None = None,
-    embedder: Embedder | object | None = None,
+    embedder: Embedder | Any | None = None,  # noqa: ANN401 - or another library's
     path: str | os.PathLike[str] | None = None,
 ) -> FactStore:
     """Return `facts`, or a new store with `embedder` (default: the bundled MiniLM), in Chroma at `path` or in memory.
@@ -247,9 +218,6 @@ def open_facts(
         raise FactError("Got a fact store together with an embedder or a path; a store brings its own.")
     if facts is not None:
         return facts
-    converted = None if embedder is None else as_embedder(embedder)
-    return (
-        MemoryFactStore(converted or SentenceTransformerEmbedder())
-        if path is None
-        else ChromaFactStore(path, converted)
-    )
+    if path is not None:
+        return ChromaFactStore(path, embedder)
+    return MemoryFactStore(SentenceTransformerEmbedder() if embedder is None else embedder)

@@ -7,16 +7,13 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kp_core.compiling import compile_facts, refuse_unreadable
+from kp_core.compiling import compile_facts
 from kp_core.edit import How, edit, replaced
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
-from kp_core.errors import BusyError, FactError, PackNotFoundError
+from kp_core.errors import BusyError, FactError, PackError, PackNotFoundError
 from kp_core.facts import Added, Fact, FactStore, Filter, Hit, Reranker
 from kp_core.facts.rerank import hits_wanted
 from kp_core.packs.codec import Compression
@@ -92,25 +89,18 @@ class Delivery:
         """The fact store; raises `FactError` if there is none."""
         return self._units.facts
 
-    def add(
-        self,
-        facts: Iterable[Fact],
-        *,
-        overwrite: bool = False,
-        vectors: NDArray[np.float32] | None = None,
-        progress: bool = True,
-    ) -> Added:
+    def add(self, facts: Iterable[Fact], *, overwrite: bool = False, progress: bool = True) -> Added:
         """Add `facts` (those without a namespace to this one) and compile their units.
 
         Units larger than a fact are compiled if they contain new facts, which may regroup others. With `overwrite` (see
-        `FactStore.add`, also for `vectors`), packs of replaced texts are deleted.
+        `FactStore.add`), packs of replaced texts are deleted.
         """
         self._compiler  # noqa: B018 - missed before anything is stored
         facts = [fact.moved(self.namespace) for fact in facts]
         texts = {(fact.namespace, fact.id): fact.text for fact in facts} if overwrite else {}
         stored = self.facts.facts(ids=[fact_id for _, fact_id in texts], namespace=self.namespace) if texts else ()
         outdated = [fact for fact in stored if texts.get((fact.namespace, fact.id), fact.text) != fact.text]
-        report = self.facts.add(facts, overwrite=overwrite, vectors=vectors)
+        report = self.facts.add(facts, overwrite=overwrite)
         self._discard(outdated)
         facts = [fact for fact in facts if fact.id not in report.superseded]
         units = facts if self.unit == "fact" else self._units.of(self._held(facts))
@@ -248,8 +238,19 @@ class Delivery:
         )
 
     def refuse_unreadable(self, facts: Iterable[Fact]) -> None:
-        """Raise `PackError` for a text longer than half of the model's context: requests that find it would fail."""
-        refuse_unreadable(facts, self._compiler, self.compiled_for)
+        """Raise `PackError` for a text longer than half of the model's context: requests that find it would fail.
+
+        Computes no KV. Meant for texts from strangers and models.
+        """
+        engine = self._compiler
+        limit = engine.max_positions // 2
+        settings: dict[str, Any] = {"compiled_for": self.compiled_for, "lazy": True, "progress": False}
+        for pack in engine.build_packs([fact.text for fact in facts], on_short=lambda *_: None, **settings):
+            if (count := len(pack.token_ids)) > limit:
+                raise PackError(
+                    f"Got a text of {count:,} tokens (it begins {pack.text[:40]!r}); expected at most {limit:,}, half "
+                    "of what the model reads. Cut it into several."
+                )
 
     def forget(self, handle: Handle) -> None:
         """Delete a pack, if it exists."""

@@ -155,7 +155,7 @@ def overwrite(
     head = common_length(pack.token_ids, ids)
     tail = common_length(pack.token_ids[head:][::-1], ids[head:][::-1])
     if not head and not tail:
-        raise PackError(f"Nothing of {pack.text[:40]!r} would stay; `rebuild` it.")
+        raise PackError(f"The edit keeps no token of {pack.text[:40]!r}. `rebuild` the pack.")
     spans = []
     for at, since, count in ((0, 0, head), (len(ids) - tail, len(pack.token_ids) - tail, tail)):
         if count and pack.kv is not None:
@@ -317,7 +317,7 @@ def _find(text: str, statement: str, replacement: str) -> tuple[int, int]:
             f"Got {name}={value!r}; expected words. To take a statement out, `rebuild` the pack from a text without it."
         )
     if statement == replacement:
-        raise PackError(f"Got {statement!r} as what is said and as what shall be; expected another text.")
+        raise PackError(f"Got {statement!r} as the old and as the new text; expected another text.")
     before, behind = (r"\b" if edge.isalnum() else "" for edge in (statement[0], statement[-1]))
     places = [match.span() for match in re.finditer(f"{before}{re.escape(statement)}{behind}", text)]
     if len(places) == 1:

@@ -187,7 +187,6 @@ class KnowledgePackRetriever(PackRetriever):
         fact_store: FactStore | None = None,
         embedder: Embedder | Embeddings | None = None,
         path: str | os.PathLike[str] | None = None,
-        lazy: bool = False,
         progress: bool = True,
         **fields: Any,
     ) -> Self:
@@ -195,10 +194,9 @@ class KnowledgePackRetriever(PackRetriever):
 
         Without `fact_store`, one is made with `embedder` (by default the bundled MiniLM), in Chroma at `path` or in
         memory. Facts go into the retriever's namespace, except those with a namespace of their own, which this
-        retriever does not find. `lazy` is `kv="lazy"`.
+        retriever does not find.
         """
         refuse_unknown(fields, (*cls.model_fields, *inspect.signature(cls.from_facts).parameters), cls.__name__)
-        fields |= {"kv": "lazy"} if lazy else {}
         retriever = cls(fact_store=open_facts(fact_store, embedder, path), store=store, engine=engine, **fields)
         retriever._delivery().add(facts, progress=progress)
         return retriever

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self, cast
 
-import numpy as np
 from llama_index.core import MockEmbedding, Settings, StorageContext, VectorStoreIndex, chat_engine
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.base.embeddings.base import BaseEmbedding
@@ -29,14 +28,12 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryMode,
     VectorStoreQueryResult,
 )
-from numpy.typing import NDArray
 
 from kp_core import Embedder, Fact, FactStore, Session
 from kp_core.compiling import open_facts
 from kp_core.delivery import Delivery
 from kp_core.engines.request import CompiledFor, refuse_unknown
 from kp_core.errors import FactError
-from kp_core.facts.embed import normalised
 from kp_core.packs.view import Packs
 from kp_llamaindex.filters import to_where
 from kp_llamaindex.llm import KnowledgePackLLM
@@ -53,7 +50,7 @@ __all__ = ["KnowledgePackIndex", "KnowledgePackVectorStore"]
 
 logger = logging.getLogger(__name__)
 
-_SAMPLE, _SAME, _NAMED = 4, 0.98, 500
+_NAMED = 500
 _ENGINES: tuple[Callable[..., Any], ...] = (
     RetrieverQueryEngine.from_args,
     chat_engine.CondensePlusContextChatEngine.from_defaults,
@@ -69,10 +66,9 @@ class KnowledgePackIndex(VectorStoreIndex):
     """A `VectorStoreIndex` of LlamaIndex over a fact store, whose nodes come as packs of `store`.
 
     The pack of a node holds what a text node would give the model: its text, and the metadata that is not in
-    `excluded_llm_metadata_keys`. The same text is embedded. Nodes whose embeddings come from the fact store's embedder
-    are not embedded again (except a few, to compare). Blank nodes are left out, and known nodes cost nothing: a node is
-    known if its id is stored, or if the same text came from a document with the same text and metadata, as documents
-    get new ids whenever they are read.
+    `excluded_llm_metadata_keys`. The fact store embeds the same text, whatever embedding the node has. Blank nodes are
+    left out, and known nodes cost nothing: a node is known if its id is stored, or if the same text came from a
+    document with the same text and metadata, as documents get new ids whenever they are read.
 
     `compiled_for` is the position packs are compiled for; by default that of the first node in LlamaIndex's own
     question prompt. There a pack is read straight from the store; anywhere else its KV is computed once (see
@@ -223,8 +219,7 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
     """The facts of a `KnowledgePackIndex`, as a vector store of LlamaIndex that finds them as packs.
 
     As the vector store of an `IngestionPipeline`, it follows documents that change or are deleted, with their packs. It
-    is also the pipeline's last step, which embeds nodes as the index does (a pipeline stores no nodes without
-    embeddings).
+    must also be the pipeline's last step, as a pipeline stores no nodes without embeddings.
     """
 
     stores_text: bool = True
@@ -247,11 +242,10 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
         return store
 
     def __call__(self, nodes: Sequence[BaseNode], **_: Any) -> Sequence[BaseNode]:
-        """Embed `nodes`, except blank ones."""
-        nodes_with_text = [node for node in nodes if node.get_content().strip()]
-        texts = [to_fact(node).text for node in nodes_with_text]
-        for node, vector in zip(nodes_with_text, self.client.embedder.embed(texts) if texts else (), strict=True):
-            node.embedding = vector.tolist()
+        """Let a pipeline store `nodes`, except blank ones; it stores none without an embedding."""
+        for node in nodes:
+            if node.get_content().strip():
+                node.embedding = [0.0]  # The fact store embeds.
         return nodes
 
     def add(self, nodes: Sequence[BaseNode], **_: Any) -> list[str]:
@@ -264,8 +258,7 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
         stored = {(fact.text, fact.metadata[REF_HASH]): fact for fact in known}
         facts = [stored.setdefault((fact.text, fact.metadata[REF_HASH]), fact) for fact in facts]
         # Documents may share a text; each keeps it when the other is deleted.
-        vectors = self._embeddings(nodes_with_text, facts)
-        self.delivery.add(facts, overwrite=True, vectors=vectors, progress=self.progress)
+        self.delivery.add(facts, overwrite=True, progress=self.progress)
         return [node.node_id for node in nodes]
 
     def delete(self, ref_doc_id: str, **_: Any) -> None:
@@ -318,14 +311,3 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
         """The facts whose metadata `field` has one of these values."""
         for batch in iter_batch(dict.fromkeys(values), _NAMED):
             yield from self.client.facts(where={field: {"$in": batch}}, namespace=self.namespace)
-
-    def _embeddings(self, nodes: Sequence[BaseNode], facts: Sequence[Fact]) -> NDArray[np.float32] | None:
-        """The embeddings of the nodes, if they come from the fact store's embedder; else `None`."""
-        if len({len(node.embedding or ()) for node in nodes}) != 1 or not nodes[0].embedding:
-            return None
-        vectors = normalised([node.embedding or () for node in nodes])
-        sample = self.client.embedder.embed([fact.text for fact in facts[:_SAMPLE]])
-        is_same = (
-            sample.shape == vectors[:_SAMPLE].shape and float((sample * vectors[:_SAMPLE]).sum(axis=1).min()) >= _SAME
-        )
-        return vectors if is_same else None

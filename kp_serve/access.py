@@ -65,6 +65,7 @@ def add_key(path: str | os.PathLike[str], namespaces: Iterable[str], *, write: b
     keys = _read(file) if file.exists() else {}
     keys = {**keys, _hash(key): Access(tuple(namespaces), write=write)}
     data = json.dumps({digest: asdict(access) for digest, access in keys.items()}, indent=2) + "\n"
+    file.parent.mkdir(parents=True, exist_ok=True)
     staged = file.with_name(file.name + ".new")
     with os.fdopen(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
         out.write(data)

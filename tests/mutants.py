@@ -170,8 +170,8 @@ FAULTS = (
     ),
     Fault(
         "kp_core/prompt/conversation.py",
-        "packs.setdefault(pack.handle, replace(pack, batch=number))",
-        "packs[pack.handle] = replace(pack, batch=0)",
+        "[s.handle if _by_handle(s) else s",
+        "['' if _by_handle(s) else s",
         "tests/core/prompt tests/core/engines/test_ordering.py",
     ),
     # What is made of packs.

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from kp_cli.shared import ModelOptions, console, spread
-from kp_core.errors import MissingDependencyError, SourceError
+from kp_cli.shared import ModelOptions, console, existing, spread
+from kp_core.errors import MissingDependencyError
 from kp_core.progress import bar_of
 
 __all__ = ["play"]
@@ -34,9 +34,8 @@ def play(
     Only this machine can open the page, and it sends nothing anywhere. Ctrl-C closes it and deletes its documents.
     """
     out = console()
-    if missing := [str(path) for path in files or () if not path.exists()]:
-        raise SourceError(f"There is no file {missing[0]}.")
-    paths = [path for root in files or () for path in ([root] if root.is_file() else sorted(root.rglob("*")))]
+    roots = [existing(path) for path in files or ()]
+    paths = [path for root in roots for path in ([root] if root.is_file() else sorted(root.rglob("*")))]
     with tempfile.TemporaryDirectory(prefix="kp-play-") as folder:
         # Uploads are deleted with this folder.
         os.environ["GRADIO_TEMP_DIR"] = str(Path(folder) / "uploads")

@@ -10,15 +10,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from kp_core.delivery import Delivery
 from kp_core.engines.explain import Explanation
 from kp_core.engines.reading import Generation
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, SourceError
-from kp_core.facts import Fact, MemoryFactStore
+from kp_core.facts import Fact, Hit, MemoryFactStore
 from kp_core.facts.embed import Embedder
 from kp_core.facts.sources import read_facts
 from kp_core.packs.handle import Handle
-from kp_core.packs.pack import KnowledgePack, PackKey
+from kp_core.packs.pack import PackKey
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackView
 from kp_serve.engine import VLLMEngine
@@ -69,7 +70,8 @@ class World:
     def __init__(self, session: Session, embedder: Embedder, folder: Path) -> None:
         self.session, self.store, self.folder = session, PackStore(folder / "packs"), folder
         self.documents: dict[str, Document] = {}
-        self._facts = MemoryFactStore(embedder)
+        facts = MemoryFactStore(embedder)
+        self._delivery = Delivery(facts, session, self.store, unit="document", namespace=_NAMESPACE)
 
     @property
     def address(self) -> str:
@@ -140,8 +142,7 @@ class World:
         """The `k` documents with the paragraphs nearest to `question`, best first."""
         if not self.documents:
             raise FactError("There are no documents yet; add one first.")
-        hits = self._facts.search(question, len(self._facts), namespace=_NAMESPACE)
-        return [self.documents[name] for name in dict.fromkeys(hit.fact.source for hit in hits)][:k]
+        return [self.documents[found.unit.source] for found in self._delivery.search(question, k)]
 
     def watch(self, request: dict[str, Any]) -> Generator[tuple[str, Generation | None], None, None]:
         """Yield the answer so far with each piece of its text, and its `Generation` at its end. Closing stops it."""
@@ -153,34 +154,28 @@ class World:
             generation = stream.result()
         yield generation.text, generation
 
-    def _compile(self, source: str, parts: list[tuple[str, list[Fact]]]) -> Iterator[Document]:
+    def _compile(self, file: str, parts: list[list[Fact]]) -> Iterator[Document]:
         """Make the packs of a file's parts, in place of those of an earlier version."""
-        names = [f"{source}, part {number}" if len(parts) > 1 else source for number in range(1, len(parts) + 1)]
-        packs = self.session.build_packs([text for text, _ in parts], namespace=_NAMESPACE, progress=False)
-        outdated = {name for name, document in self.documents.items() if document.file == source} - set(names)
-        for name, (_, paragraphs), pack in zip(names, parts, packs, strict=True):
-            self.documents[name] = self._stored(name, source, pack)
-            self._forget_facts(name)
+        for outdated in [document.name for document in self.documents.values() if document.file == file]:
+            self._delivery.delete(source=outdated)
+            del self.documents[outdated]
+        for number, paragraphs in enumerate(parts, 1):
+            name = f"{file}, part {number}" if len(parts) > 1 else file
             facts = [
-                replace(fact, id=f"{name}#{number}", source=name, namespace=_NAMESPACE, expires=None)
-                for number, fact in enumerate(paragraphs)
+                replace(fact, id=f"{name}#{place}", source=name, namespace=_NAMESPACE, expires=None)
+                for place, fact in enumerate(paragraphs)
             ]
-            self._facts.add(facts, overwrite=True)
-            yield self.documents[name]
-        for name in outdated:
-            self._forget_facts(name)
-            del self.documents[name]
-
-    def _stored(self, name: str, file: str, pack: KnowledgePack) -> Document:
-        """Store a pack. A server compiles on first use, so it reads the pack now."""
-        handle = self.store.put(pack)
-        if self.address:
-            self.session.generate(str(handle), view=self.view, max_tokens=1)
-        stored = self.store.peek(handle, PackKey(self.session.fingerprint))
-        return Document(name, file, pack.text, handle, len(pack.token_ids), stored.stored_bytes if stored else 0)
-
-    def _forget_facts(self, name: str) -> None:
-        self._facts.delete([fact.id for fact in self._facts.facts(where={"kp:source": name}, namespace=_NAMESPACE)])
+            self._delivery.facts.add(facts, overwrite=True)
+            [found] = self._delivery.deliver([Hit(facts[0], 1.0)])
+            if found.handle is None:
+                raise SourceError(f"{name}: holds too little text for a pack; expected at least a sentence.")
+            if self.address:  # A server compiles on first use.
+                self.session.generate(str(found.handle), view=self.view, max_tokens=1)
+            pack = self.store.peek(found.handle, PackKey(self.session.fingerprint))
+            tokens, kv_bytes = (len(pack.token_ids), pack.stored_bytes) if pack else (0, 0)
+            document = Document(name, file, found.unit.text, found.handle, tokens, kv_bytes)
+            self.documents[name] = document
+            yield document
 
     def _read(self, file: Path) -> Iterator[Fact]:
         try:
@@ -189,18 +184,17 @@ class World:
             # Do not show where an upload lies on this machine.
             raise SourceError(str(error).replace(str(file), file.name)) from error
 
-    def _parts(self, facts: Iterable[Fact]) -> Iterator[tuple[str, list[Fact]]]:
-        """Divide `facts` into pieces that fit one pack: the text of each, and its paragraphs."""
+    def _parts(self, facts: Iterable[Fact]) -> Iterator[list[Fact]]:
+        """Divide the paragraphs of a file into parts that fit one pack; titles become text."""
         max_tokens = min(_PART_TOKENS, self.session.max_positions // 4)
-        text, paragraphs, tokens, title = "", list[Fact](), 0, ""
+        part, tokens, title = list[Fact](), 0, ""
         for fact in facts:
-            paragraph = fact.text if fact.title in ("", title) else f"{fact.title}\n{fact.text}"
-            count = len(self.session.tokenizer.encode(paragraph, add_special_tokens=False))
-            if paragraphs and tokens + count > max_tokens:
-                yield text, paragraphs
-                text, paragraphs, tokens = "", [], 0
-            text = f"{text}\n{paragraph}" if text else paragraph
-            paragraphs.append(fact)
+            text = fact.text if fact.title in ("", title) else f"{fact.title}\n{fact.text}"
+            count = len(self.session.tokenizer.encode(text, add_special_tokens=False))
+            if part and tokens + count > max_tokens:
+                yield part
+                part, tokens = [], 0
+            part.append(replace(fact, text=text))
             tokens, title = tokens + count, fact.title
-        if paragraphs:
-            yield text, paragraphs
+        if part:
+            yield part

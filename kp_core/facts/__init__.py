@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from kp_core.facts.base import Added, Fact, FactStore, Filter, Hit, NearDuplicate, Reranker
+from kp_core.facts.base import Added, Fact, Filter, Hit, Reranker
 from kp_core.facts.chroma import ChromaFactStore
 from kp_core.facts.memory import MemoryFactStore
-from kp_core.facts.rerank import CrossEncoderReranker, LexicalReranker
+from kp_core.facts.rerank import LexicalReranker
+from kp_core.facts.store import FactStore
 
 __all__ = [
     "Added",
     "ChromaFactStore",
-    "CrossEncoderReranker",
     "Fact",
     "FactStore",
     "Filter",
     "Hit",
     "LexicalReranker",
     "MemoryFactStore",
-    "NearDuplicate",
     "Reranker",
 ]

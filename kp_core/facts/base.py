@@ -1,23 +1,19 @@
-"""`Fact`, and the `FactStore` protocol."""
+"""`Fact`, and what searching and adding facts return."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol, TypeAlias, runtime_checkable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kp_core.errors import FactError
-from kp_core.facts.embed import Embedder
 from kp_core.packs.handle import check_namespace
 
-__all__ = ["Added", "Fact", "FactStore", "Filter", "Hit", "NearDuplicate", "Reranker", "Value", "content_id"]
+__all__ = ["Added", "Fact", "Filter", "Hit", "Reranker", "Value", "content_id"]
 
 _DIGEST_BYTES = 16
 _DEFAULT_NAMESPACE = "default"
@@ -108,31 +104,20 @@ class Hit:
 
 
 @dataclass(frozen=True)
-class NearDuplicate:
-    """A fact that nearly repeats an earlier one of its namespace: both ids, and their cosine."""
-
-    id: str
-    earlier: str
-    score: float
-
-
-@dataclass(frozen=True)
 class Added:
-    """The result of adding facts: how many are new, how many were already stored, and which resemble others.
+    """The result of adding facts: how many are new, and how many were already stored.
 
-    A fact counts as stored if its namespace has one with the same text. `near_duplicates` were added nevertheless.
-    `superseded` are ids for which the store has a later, corrected version, which stays.
+    A fact counts as stored if its namespace has one with the same text. `superseded` are ids for which the store has a
+    later, corrected version, which stays.
     """
 
     added: int = 0
     duplicates: int = 0
-    near_duplicates: tuple[NearDuplicate, ...] = ()
     superseded: tuple[str, ...] = ()
 
     def __add__(self, other: Added) -> Added:
-        near = self.near_duplicates + other.near_duplicates
         superseded = self.superseded + other.superseded
-        return Added(self.added + other.added, self.duplicates + other.duplicates, near, superseded)
+        return Added(self.added + other.added, self.duplicates + other.duplicates, superseded)
 
 
 @runtime_checkable
@@ -145,93 +130,6 @@ class Reranker(Protocol):
 
     def __call__(self, question: str, hits: Sequence[Hit]) -> list[Hit]:
         """Return all `hits`, best first; they come nearest first."""
-
-
-@runtime_checkable
-class FactStore(Protocol):
-    """Finds facts for a question. Facts are grouped by namespace, and within it into banks of about `bank_size` (§2.3).
-
-    The name of a bank is its namespace and its number there, e.g. `default/3`. `rebuild` makes the banks; otherwise
-    their first use does. A fact added or updated later joins the bank with the nearest centroid, however large the bank
-    is. When banks hold twice `bank_size` on average, their next use makes them anew. All methods are thread-safe.
-    `namespace=None` means all namespaces.
-    """
-
-    embedder: Embedder
-
-    def __len__(self) -> int:
-        """Number of facts."""
-
-    def add(
-        self,
-        facts: Iterable[Fact],
-        *,
-        ttl: float | None = None,
-        vectors: NDArray[np.float32] | None = None,
-        overwrite: bool = False,
-    ) -> Added:
-        """Add `facts` in batches, so any number is fine; batches before an error stay.
-
-        A text that its namespace already has is not stored again; its first fact stays. `ttl`: seconds until facts
-        without `expires` expire. With `vectors`, one normalised row per fact, nothing is embedded. Raises `FactError`
-        for an id that its namespace has with another text, unless that text is a correction (version above 1): then the
-        correction stays, and the result lists the id.
-
-        With `overwrite`, ids decide instead of texts. A fact replaces the one with its id, and is its next version if
-        the text differs. Facts with different ids may have the same text, e.g. chunks of several documents.
-        """
-
-    def update(self, fact: Fact) -> Fact:
-        """Replace the fact with the same id and namespace by `fact`; returns it with its new version.
-
-        Raises `FactError` if no fact has this id, or if another fact has this text.
-        """
-
-    def delete(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
-        """Delete the facts with these ids; returns how many existed."""
-
-    def facts(
-        self, *, ids: Sequence[str] | None = None, where: Filter | None = None, namespace: str | None = None
-    ) -> Iterator[Fact]:
-        """Yield the facts that match, by namespace and in the order they were added; missing `ids` are skipped."""
-
-    def get(self, fact_id: str, *, namespace: str | None = None) -> Fact:
-        """Return the fact with this id; raises `FactError` if there is none."""
-
-    def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
-        self,
-        question: str,
-        k: int = 4,
-        *,
-        probes: int | None = None,
-        where: Filter | None = None,
-        namespace: str | None = None,
-        rerank: Reranker | None = None,
-    ) -> list[Hit]:
-        """Return the `k` facts nearest to `question`, best first; fewer only if there are fewer.
-
-        `probes=None` searches all facts. A number searches only the `probes` banks with the nearest centroids, as in
-        the paper, and further ones, nearest first, until there are `k` facts. `where` filters facts (see
-        `kp_core.facts.filters`). `rerank` sorts the best `rerank.depth` hits, and the first `k` are returned.
-
-        Raises `FactError` for a blank question, for `k` or `probes` below 1, for an invalid filter, for a `rerank` that
-        is no `Reranker`, and if the store is empty.
-        """
-
-    def namespaces(self) -> tuple[str, ...]:
-        """The namespaces that have facts, in alphabetical order."""
-
-    def banks(self, namespace: str | None = None) -> tuple[str, ...]:
-        """The names of all banks."""
-
-    def bank_facts(self, bank: str) -> tuple[Fact, ...]:
-        """Return the facts of one bank, in the order they were added; raises `FactError` for an unknown bank."""
-
-    def bank_of(self, facts: Sequence[Fact]) -> list[str]:
-        """Return the bank of each fact; raises `FactError` for a fact in no bank."""
-
-    def rebuild(self) -> None:
-        """Make all banks anew."""
 
 
 def _is_number(value: object) -> bool:

@@ -20,7 +20,7 @@ from kp_core.facts.embed import Embedder, OtherEmbedder, SentenceTransformerEmbe
 from kp_core.facts.filters import predicate
 from kp_core.facts.index import blank_room, check_index, end_repair, needs_repair
 from kp_core.facts.records import OURS, from_others_record, from_record, pushed_down, to_record
-from kp_core.facts.store import BANK_SIZE, BaseFactStore, Row, Vectors, alive
+from kp_core.facts.store import BANK_SIZE, FactStore, Row, Vectors, alive
 from kp_core.packs.handle import check_namespace
 
 __all__ = ["ChromaFactStore"]
@@ -34,7 +34,7 @@ _NO_VECTOR = np.zeros(0, np.float32)
 _SAMPLE, _SAME = 4, 0.98
 
 
-class ChromaFactStore(BaseFactStore):
+class ChromaFactStore(FactStore):
     """A `FactStore` in Chroma: one collection `kp-<namespace>-facts` per namespace, with texts as documents.
 
     Metadata is Chroma metadata, and so is the number of a fact's bank. Centroids are in a second collection. The number
@@ -46,10 +46,9 @@ class ChromaFactStore(BaseFactStore):
     killed. Foreign collections and folders are never changed; to read them, see `from_collection`.
 
     Without an `embedder`, a folder uses the one it was made with, and a new one the bundled MiniLM. LangChain
-    `Embeddings` and LlamaIndex embeddings work too. `bank_size` is stored with the collections; for it and
-    `near_duplicate` see `BaseFactStore`. One process may open the same folder several times. `read_only` locks and
-    changes nothing; changes by other processes become visible when the folder is opened again. Use the store as a
-    context manager, or `close` it.
+    `Embeddings` and LlamaIndex embeddings work too. `bank_size` is stored with the collections. One process may open
+    the same folder several times. `read_only` locks and changes nothing; changes by other processes become visible when
+    the folder is opened again. Use the store as a context manager, or `close` it.
 
     Raises `FactStoreLockedError` if another process keeps the folder open for more than `wait` seconds; `FactError` for
     a folder or collection that is not ours, another embedder (both are named), an unreachable server, or nothing to
@@ -72,7 +71,6 @@ class ChromaFactStore(BaseFactStore):
         *,
         client: Any = None,  # noqa: ANN401 - a chromadb client
         bank_size: int | None = None,
-        near_duplicate: float | None = 0.97,
         read_only: bool = False,
         wait: float = 0.0,
         timeout_s: float = 60.0,
@@ -80,6 +78,7 @@ class ChromaFactStore(BaseFactStore):
     ) -> None:
         if (path is None) == (client is None):
             raise FactError(f"Got path={path!r} and client={client!r}; expected one of the two.")
+        embedder = None if embedder is None else as_embedder(embedder)
         self.where, self.read_only = str(path or type(client).__name__), read_only
         self._opened, self._centroids = dict[str, Any](), dict[str, Any]()
         if path is not None and not is_url(path):
@@ -95,9 +94,8 @@ class ChromaFactStore(BaseFactStore):
             name, self._is_sized = marker.get("embedder", _BUNDLED), bank_size is not None
             fallback = SentenceTransformerEmbedder(None if name == _BUNDLED else name)
             super().__init__(
-                fallback if embedder is None else as_embedder(embedder),
+                fallback if embedder is None else embedder,
                 bank_size=marker.get("bank_size", BANK_SIZE) if bank_size is None else bank_size,
-                near_duplicate=near_duplicate,
             )
             self._spaces(None)
             if self.path is not None:
@@ -162,7 +160,7 @@ class ChromaFactStore(BaseFactStore):
         metrics = [section.get("space") for section in settings.values() if isinstance(section, Mapping)]
         self._space = next((metric for metric in metrics if metric in {"cosine", "l2", "ip"}), "l2")
         fallback = _own_embedder(collection, settings) or SentenceTransformerEmbedder()
-        super().__init__(fallback if embedder is None else as_embedder(embedder))
+        super().__init__(fallback if embedder is None else embedder)
         self._opened, self._centroids = {namespace: collection}, {}
         self._check_embedder(collection)
 
@@ -204,7 +202,7 @@ class ChromaFactStore(BaseFactStore):
             raise FactError(f"{self.where} is no folder; vacuum it where it runs, with `chroma vacuum --path FOLDER`.")
         with self._writing, _told(self.where):
             for collection in self._own_collections():
-                if collection.count() and not _is_replaced(collection):
+                if collection.count():
                     collection.modify(configuration={"hnsw": {"sync_threshold": 2, "batch_size": 2}})
                 else:
                     self._client.delete_collection(collection.name)
@@ -258,15 +256,9 @@ class ChromaFactStore(BaseFactStore):
         return int(self._call(self._opened[space], "count"))
 
     def _rows(
-        self,
-        space: str,
-        *,
-        ids: Sequence[str] | None = None,
-        bank: int | None = None,
-        where: Filter | None = None,
-        vectors: bool = False,
+        self, space: str, *, ids: Sequence[str] | None = None, where: Filter | None = None, vectors: bool = False
     ) -> Iterator[Row]:
-        test = pushed_down(where) if bank is None else {_BANK: bank}
+        test = pushed_down(where)
         include = ["documents", "metadatas", *["embeddings"] * vectors]
         unique = None if ids is None else list(dict.fromkeys(ids))  # Chroma refuses repeated ids.
         for at in itertools.count(0, _PAGE) if unique is None else range(0, len(unique), _PAGE):
@@ -418,9 +410,10 @@ class ChromaFactStore(BaseFactStore):
         if marker["embedder"] != self.embedder.name:
             sample = collection.get(limit=1, include=["embeddings"])["embeddings"]
             dimensions = f"{len(sample[0])} dimensions" if len(sample) else "no vectors yet"
+            got = len(self.embedder.embed_query("a"))
             raise FactError(
                 f"{self.where} was built with the embedder {marker['embedder']!r} ({dimensions}), got "
-                f"{self.embedder.name!r} ({self.embedder.dimensions} dimensions); their vectors cannot be compared. "
+                f"{self.embedder.name!r} ({got} dimensions); their vectors cannot be compared. "
                 "Open it with the former, or build another store."
             )
         unembedded = self._client.get_collection(collection.name, embedding_function=None)
@@ -491,12 +484,6 @@ def _namespace_of(collection: Any) -> str | None:  # noqa: ANN401
     marker = _about(collection)
     is_ours = marker.get("kind") == FACTS and collection.name == f"kp-{marker.get('namespace')}-{FACTS}"
     return str(marker["namespace"]) if is_ours else None
-
-
-def _is_replaced(collection: Any) -> bool:  # noqa: ANN401
-    """Whether these are banks of an earlier release, in a form that is no longer used."""
-    marker = _about(collection)
-    return bool(marker["kind"] == "banks" and collection.name != f"kp-{marker.get('namespace')}-banks")
 
 
 def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder | None:  # noqa: ANN401

@@ -49,10 +49,6 @@ class Embedder(Protocol):
     def name(self) -> str:
         """Name of the model; only vectors of the same name are compared."""
 
-    @property
-    def dimensions(self) -> int:
-        """Length of a vector."""
-
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return one normalised row per text: shape `(len(texts), dimensions)`."""
 
@@ -66,12 +62,12 @@ def normalised(vectors: ArrayLike) -> NDArray[np.float32]:
     return np.asarray(array / np.maximum(np.linalg.norm(array, axis=-1, keepdims=True), 1e-12), np.float32)
 
 
-def checked_vectors(vectors: NDArray[np.float32], shape: tuple[int, int], embedder: Embedder) -> NDArray[np.float32]:
-    """Return `vectors` as float32; raises `FactError`, naming the embedder, for a wrong shape or wrong lengths."""
+def checked_vectors(vectors: ArrayLike, count: int, embedder: Embedder) -> NDArray[np.float32]:
+    """Return `vectors` as float32; raises `FactError`, naming the embedder, unless they are `count` unit rows."""
     # The embedder is the user's code, and the index would accept anything.
     vectors = np.ascontiguousarray(vectors, np.float32)
-    if vectors.shape != shape:
-        raise FactError(f"The embedder {embedder.name!r} gave an array of shape {vectors.shape}; expected {shape}.")
+    if vectors.ndim != 2 or len(vectors) != count:
+        raise FactError(f"The embedder {embedder.name!r} gave the shape {vectors.shape}; expected {count} rows.")
     lengths = np.linalg.norm(vectors, axis=1)
     if not np.allclose(lengths, 1.0, atol=_UNIT_TOLERANCE):
         worst = lengths[np.argmax(np.abs(lengths - 1.0))]
@@ -112,15 +108,10 @@ class SentenceTransformerEmbedder:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
 
-    @property
-    def dimensions(self) -> int:
-        """See `Embedder.dimensions`."""
-        return len(self.embed_query("a"))
-
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """See `Embedder.embed`; shows a progress bar for many texts in a terminal."""
         if not texts:
-            return np.empty((0, self.dimensions), np.float32)
+            return np.empty((0, len(self.embed_query("a"))), np.float32)
         vectors = self._model().encode_document(
             list(texts),
             batch_size=self._batch_size,
@@ -170,11 +161,6 @@ class OtherEmbedder:
     texts: Callable[[list[str]], Any] = field(repr=False)
     question: Callable[[str], Any] = field(repr=False)
 
-    @property
-    def dimensions(self) -> int:
-        """See `Embedder.dimensions`."""
-        return len(self.embed_query("a"))
-
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """See `Embedder.embed`."""
         return normalised(self.texts(list(texts)))
@@ -202,8 +188,8 @@ def as_embedder(given: object) -> Embedder:
         if callable(texts) and callable(question):
             return OtherEmbedder(_named(given), texts, question)
     raise FactError(
-        f"Got {type(given)} as embedder; expected an Embedder (`name`, `dimensions`, `embed(texts)`, "
-        "`embed_query(text)`), LangChain `Embeddings` or a LlamaIndex embedding, e.g. `SentenceTransformerEmbedder()`."
+        f"Got {type(given)} as embedder; expected an Embedder (`name`, `embed(texts)`, `embed_query(text)`), LangChain "
+        "`Embeddings` or a LlamaIndex embedding, e.g. `SentenceTransformerEmbedder()`."
     )
 
 

@@ -9,16 +9,16 @@ import numpy as np
 from kp_core.facts.base import Fact, Filter, Hit
 from kp_core.facts.embed import Embedder
 from kp_core.facts.filters import predicate
-from kp_core.facts.store import BANK_SIZE, BaseFactStore, Row, Vectors, alive
+from kp_core.facts.store import BANK_SIZE, FactStore, Row, Vectors, alive
 
 __all__ = ["MemoryFactStore"]
 
 
-class MemoryFactStore(BaseFactStore):
-    """A `FactStore` in memory, lost when the process ends; the tests compare `ChromaFactStore` with it."""
+class MemoryFactStore(FactStore):
+    """A fact store in memory, lost when the process ends; the tests compare `ChromaFactStore` with it."""
 
-    def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE, near_duplicate: float | None = 0.97) -> None:
-        super().__init__(embedder, bank_size=bank_size, near_duplicate=near_duplicate)
+    def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE) -> None:
+        super().__init__(embedder, bank_size=bank_size)
         self._held: dict[str, dict[str, Row]] = {}
         self._centroids: dict[str, Vectors] = {}
 
@@ -36,17 +36,16 @@ class MemoryFactStore(BaseFactStore):
         space: str,
         *,
         ids: Sequence[str] | None = None,
-        bank: int | None = None,
-        where: Filter | None = None,
+        where: Filter | None = None,  # noqa: ARG002 - the caller tests every row, too
         vectors: bool = False,  # noqa: ARG002 - they are at hand
     ) -> Iterator[Row]:
-        id_set, test = None if ids is None else set(ids), predicate(where or {})
-        for row in list(self._held[space].values()):
-            if (id_set is None or row.fact.id in id_set) and bank in (None, row.bank) and test(row.fact):
-                yield row
+        held = self._held[space]
+        chosen = held.keys() if ids is None else set(ids)
+        yield from [row for fact_id, row in held.items() if fact_id in chosen]
 
     def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
-        rows = [row for row in self._rows(space, where=where) if alive(row.fact)]
+        test = predicate(where or {})
+        rows = [row for row in self._held[space].values() if alive(row.fact) and test(row.fact)]
         if not rows:
             return [[] for _ in vectors]
         near = _ranked(vectors, np.stack([row.vector for row in rows]), count)

@@ -16,7 +16,7 @@ OURS = "kp:"
 
 _LARGEST = 2**63
 _COMPARED = ("$eq", "$gt", "$gte", "$lt", "$lte")
-_FIELDS = ("title", "source", "version", "expires", "digest")
+_FIELDS = ("title", "source", "version", "expires", "digest", "bank")
 
 
 def to_record(fact: Fact) -> dict[str, Any]:

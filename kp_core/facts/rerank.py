@@ -1,7 +1,4 @@
-"""Rerankers: reorder the hits of a search by their words, or with a model that reads question and fact together.
-
-Each is a `kp_core.facts.Reranker`. The scores of hits remain cosines.
-"""
+"""Reranking: reorders the hits of a search by their words. The scores of hits remain cosines."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from kp_core.bundled import needing
 from kp_core.errors import FactError
 from kp_core.facts.base import Hit, Reranker
 
-__all__ = ["CrossEncoderReranker", "LexicalReranker", "hits_wanted", "reranked"]
+__all__ = ["LexicalReranker", "hits_wanted"]
 
 
 def hits_wanted(k: int, rerank: Reranker | None) -> int:
@@ -33,11 +30,6 @@ def hits_wanted(k: int, rerank: Reranker | None) -> int:
     return max(k, rerank.depth)
 
 
-def reranked(question: str, hits: list[Hit], rerank: Reranker | None) -> list[Hit]:
-    """Return all `hits`, in the reranker's order if there is a reranker."""
-    return hits if rerank is None or len(hits) < 2 else rerank(question, hits)
-
-
 class LexicalReranker:
     """Adds BM25 over the hits' titles and texts to their cosines, both scaled to [0, 1].
 
@@ -50,7 +42,9 @@ class LexicalReranker:
     """
 
     def __init__(self, depth: int = 50) -> None:
-        self.depth = _checked(depth)
+        if depth < 1:
+            raise FactError(f"Got depth={depth}; expected at least 1.")
+        self.depth = depth
         with needing("Lexical search needs bm25s", "lexical"):
             import bm25s
         # bm25s sets its logger to DEBUG, and would log every index it builds.
@@ -73,39 +67,7 @@ class LexicalReranker:
         return [hits[place] for place in np.argsort(-fused, kind="stable").tolist()]
 
 
-class CrossEncoderReranker:
-    """Orders hits by a cross-encoder, which reads question and fact together: better, but thousands of times slower.
-
-    `model` is a folder, a name on the hub, or a `sentence_transformers.CrossEncoder`. Raises `FactError` for a depth
-    below 1, `MissingDependencyError` if sentence-transformers is not installed.
-    """
-
-    def __init__(self, model: Any, depth: int = 20) -> None:  # noqa: ANN401 - the library's own type, or a name
-        self.depth = _checked(depth)
-        if isinstance(model, str):
-            with needing("A cross-encoder needs sentence-transformers", "embed"):
-                from sentence_transformers import CrossEncoder
-            model = CrossEncoder(model)
-        self.model = model
-
-    def __call__(self, question: str, hits: Sequence[Hit]) -> list[Hit]:
-        """See `Reranker`."""
-        scores = np.asarray(self.model.predict([(question, hit.fact.text) for hit in hits], show_progress_bar=False))
-        if scores.shape != (len(hits),):
-            raise FactError(
-                f"Got scores of shape {scores.shape} from the cross-encoder for {len(hits)} facts; expected one each. "
-                f"Use a model with one label."
-            )
-        return [hits[place] for place in np.argsort(-scores, kind="stable").tolist()]
-
-
 def _stretched(scores: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
     """Scale scores to [0, 1]; all 0 if they are equal."""
     spread = float(np.ptp(scores))
     return (scores - scores.min()) / spread if spread else np.zeros(len(scores))
-
-
-def _checked(depth: int) -> int:
-    if depth < 1:
-        raise FactError(f"Got depth={depth}; expected at least 1.")
-    return depth

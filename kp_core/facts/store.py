@@ -1,4 +1,4 @@
-"""A fact store without its storage: adds, finds and groups facts into banks (§2.3); subclasses store the rows."""
+"""`FactStore`: adds, finds and groups facts into banks (§2.3); its subclasses store the rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from kp_core.bundled import needing
 from kp_core.errors import FactError
-from kp_core.facts.base import LATEST, Added, Fact, FactStore, Filter, Hit, NearDuplicate, Reranker
+from kp_core.facts.base import LATEST, Added, Fact, Filter, Hit, Reranker
 from kp_core.facts.embed import Embedder, as_embedder, checked_vectors, normalised
 from kp_core.facts.filters import predicate
-from kp_core.facts.rerank import hits_wanted, reranked
+from kp_core.facts.rerank import hits_wanted
 
-__all__ = ["BANK_SIZE", "LARGEST", "BaseFactStore", "Row", "Vectors", "alive", "cluster"]
+__all__ = ["BANK_SIZE", "LARGEST", "FactStore", "Row", "Vectors", "alive", "cluster"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _BATCH, _SAMPLE = 512, 32
 _FIRST, _GROWTH = 8, 4
 # Minimum cosine between the stored vector of a text and a new one: rounding and batch padding differ.
 _SAME = 0.999
-_NO_CENTROIDS = np.zeros((0, 0), np.float32)
+_NO_VECTORS = np.zeros((0, 0), np.float32)
 
 
 class Row(NamedTuple):
@@ -51,18 +51,23 @@ class Row(NamedTuple):
     bank: int | None = None
 
 
-class BaseFactStore(FactStore):
-    """A `FactStore` whose subclass stores the rows by namespace, in the order they were added, with expired ones.
+class FactStore(ABC):
+    """Finds facts for a question. Facts are grouped by namespace, and within it into banks of about `bank_size` (§2.3).
 
-    A bank has about `bank_size` facts. Two facts with a cosine of at least `near_duplicate` are reported as duplicates;
-    `None` turns the check off. The number of a fact's bank is stored with the fact.
+    The name of a bank is its namespace and its number there, e.g. `default/3`. `rebuild` makes the banks; otherwise
+    their first use does. A fact added or updated later joins the bank with the nearest centroid, however large the bank
+    is. When banks hold twice `bank_size` on average, their next use makes them anew. All methods are thread-safe.
+    `namespace=None` means all namespaces.
+
+    A subclass stores the rows by namespace, in the order they were added, expired ones included, and the number of each
+    fact's bank with the fact.
     """
 
-    def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE, near_duplicate: float | None = 0.97) -> None:
+    def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE) -> None:
         if bank_size < 1:
             raise FactError(f"Got bank_size={bank_size}; expected at least 1.")
         self.embedder = as_embedder(embedder)
-        self.bank_size, self.near_duplicate = bank_size, near_duplicate
+        self.bank_size = bank_size
         self._writing = threading.RLock()
 
     @abstractmethod
@@ -79,15 +84,9 @@ class BaseFactStore(FactStore):
 
     @abstractmethod
     def _rows(
-        self,
-        space: str,
-        *,
-        ids: Sequence[str] | None = None,
-        bank: int | None = None,
-        where: Filter | None = None,
-        vectors: bool = False,
+        self, space: str, *, ids: Sequence[str] | None = None, where: Filter | None = None, vectors: bool = False
     ) -> Iterator[Row]:
-        """Yield the rows with these ids, or of one bank, or all; `where` may be applied only in part."""
+        """Yield the rows with these ids, or all; `where`, which may name `kp:bank`, may be applied only in part."""
 
     @abstractmethod
     def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
@@ -116,15 +115,17 @@ class BaseFactStore(FactStore):
         Until this finishes, the namespace has no banks, also if the process is killed.
         """
 
-    def _check_writes(self) -> None:
+    def _check_writes(self) -> None:  # noqa: B027 - most stores may always be changed
         """Raise `FactError` if the store may not be changed."""
 
     def __len__(self) -> int:
+        """Number of facts."""
         return sum(self._count(space) - len(self._expired(space)) for space in self._spaces(None))
 
     def facts(
         self, *, ids: Sequence[str] | None = None, where: Filter | None = None, namespace: str | None = None
     ) -> Iterator[Fact]:
+        """Yield the facts that match, by namespace and in the order they were added; missing `ids` are skipped."""
         # Read page by page, so concurrent changes may or may not be seen.
         test = predicate({} if where is None else where)
         for space in self._spaces(namespace):
@@ -132,6 +133,7 @@ class BaseFactStore(FactStore):
             yield from (row.fact for row in rows if alive(row.fact) and test(row.fact))
 
     def get(self, fact_id: str, *, namespace: str | None = None) -> Fact:
+        """Return the fact with this id; raises `FactError` if there is none."""
         for fact in self.facts(ids=[fact_id], namespace=namespace):
             return fact
         where = "" if namespace is None else f" in the namespace {namespace!r}"
@@ -147,6 +149,15 @@ class BaseFactStore(FactStore):
         namespace: str | None = None,
         rerank: Reranker | None = None,
     ) -> list[Hit]:
+        """Return the `k` facts nearest to `question`, best first; fewer only if there are fewer.
+
+        `probes=None` searches all facts. A number searches only the `probes` banks with the nearest centroids, as in
+        the paper, and further ones, nearest first, until there are `k` facts. `where` filters facts (see
+        `kp_core.facts.filters`). `rerank` sorts the best `rerank.depth` hits, and the first `k` are returned.
+
+        Raises `FactError` for a blank question, for `k` or `probes` below 1, for an invalid filter, for a `rerank` that
+        is no `Reranker`, and if the store is empty.
+        """
         shortlist_size = hits_wanted(k, rerank)
         if probes is not None and (not isinstance(probes, int) or probes < 1):
             raise FactError(f"Got probes={probes!r}; expected at least 1.")
@@ -156,21 +167,24 @@ class BaseFactStore(FactStore):
             hits = [hit for space in spaces for hit in self._nearest(space, query[None], shortlist_size, where)[0]]
         else:
             hits = self._probed(spaces, query, shortlist_size, probes, where)
-        if not hits:
-            self._check_filled()
+        if not hits and not self.namespaces():
+            raise FactError("The store holds no facts yet. Call `add(facts)` with at least one first.")
         nearest = sorted(hits, key=lambda hit: (-hit.score, hit.fact.id))[:shortlist_size]
-        return reranked(question, nearest, rerank)[:k]
+        return (nearest if rerank is None or len(nearest) < 2 else rerank(question, nearest))[:k]
 
     def namespaces(self) -> tuple[str, ...]:
+        """The namespaces that have facts, in alphabetical order."""
         return tuple(space for space in self._spaces(None) if self._count(space))
 
     def banks(self, namespace: str | None = None) -> tuple[str, ...]:
+        """The names of all banks."""
         with self._writing:
             spaces = self._with_banks(self._spaces(namespace))
             living = {(space, row.bank) for space in spaces for row in self._rows(space) if alive(row.fact)}
         return tuple(_name(space, bank) for space, bank in sorted((s, b) for s, b in living if b is not None))
 
     def bank_facts(self, bank: str) -> tuple[Fact, ...]:
+        """Return the facts of one bank, in the order they were added; raises `FactError` for an unknown bank."""
         space, _, number = bank.rpartition("/")
         with self._writing:
             for namespace in self._with_banks(self._spaces(space)) if space and number.isdecimal() else ():
@@ -179,6 +193,7 @@ class BaseFactStore(FactStore):
         raise FactError(f"Got the bank {bank!r}; expected one of `banks()`, e.g. 'default/0'.")
 
     def bank_of(self, facts: Sequence[Fact]) -> list[str]:
+        """Return the bank of each fact; raises `FactError` for a fact in no bank."""
         names: dict[tuple[str, str], str] = {}
         for space in dict.fromkeys(fact.namespace for fact in facts):
             ids = [fact.id for fact in facts if fact.namespace == space]
@@ -188,8 +203,8 @@ class BaseFactStore(FactStore):
                     names |= {(space, row.fact.id): _name(space, row.bank) for row in rows if row.bank is not None}
         if missing := [fact.id for fact in facts if (fact.namespace, fact.id) not in names]:
             raise FactError(
-                f"The facts {missing} stand in no bank: they were removed, never were in this store, or came while "
-                "another process made banks. `rebuild()` puts all facts into banks."
+                f"The facts {missing} stand in no bank: they were deleted, were never in this store, or were added "
+                "while another process made banks. `rebuild()` puts all facts into banks."
             )
         return [names[fact.namespace, fact.id] for fact in facts]
 
@@ -217,58 +232,59 @@ class BaseFactStore(FactStore):
             count, yielded = _GROWTH * count, count
 
     def _living(self, space: str, number: int, *, vectors: bool = False) -> list[Row]:
-        return [row for row in self._rows(space, bank=number, vectors=vectors) if alive(row.fact)]
+        rows = self._rows(space, where={"kp:bank": number}, vectors=vectors)
+        return [row for row in rows if row.bank == number and alive(row.fact)]
 
     def _expired(self, space: str) -> list[str]:
         now = time.time()
         rows = self._rows(space, where={"kp:expires": {"$lte": now}})
         return [row.fact.id for row in rows if row.fact.expires is not None and row.fact.expires <= now]
 
-    def _check_filled(self) -> None:
-        if not self.namespaces():
-            raise FactError("The store holds no facts yet. Call `add(facts)` with at least one first.")
-
     def _query(self, question: str) -> Vectors:
         if not question.strip():
             raise FactError(f"Got the blank question {question!r}; expected words to search for.")
         if any("\ud800" <= letter <= "\udfff" for letter in question):
             raise FactError(f"Got the question {question!r}, which is not Unicode. Decode it with errors='replace'.")
-        vector = np.asarray(self.embedder.embed_query(question))[None]
-        checked: Vectors = checked_vectors(vector, (1, vector.shape[-1]), self.embedder)[0]
-        return checked
+        query: Vectors = checked_vectors(np.asarray(self.embedder.embed_query(question))[None], 1, self.embedder)[0]
+        return query
 
-    def add(
-        self,
-        facts: Iterable[Fact],
-        *,
-        ttl: float | None = None,
-        vectors: Vectors | None = None,
-        overwrite: bool = False,
-    ) -> Added:
+    def add(self, facts: Iterable[Fact], *, ttl: float | None = None, overwrite: bool = False) -> Added:
+        """Add `facts` in batches, so any number is fine; batches before an error stay.
+
+        A text that its namespace already has is not stored again; its first fact stays. `ttl`: seconds until facts
+        without `expires` expire. Raises `FactError` for an id that its namespace has with another text, unless that
+        text is a correction (version above 1): then the correction stays, and the result lists the id.
+
+        With `overwrite`, ids decide instead of texts. A fact replaces the one with its id, and is its next version if
+        the text differs. Facts with different ids may have the same text, e.g. chunks of several documents.
+        """
         if ttl is not None and not 0 < ttl <= LATEST:
             raise FactError(f"Got ttl={ttl}; expected seconds above 0, or None for never.")
         self._check_writes()
-        report, source, start = Added(), iter(facts), 0
+        report, source = Added(), iter(facts)
         while batch := list(itertools.islice(source, _BATCH)):
-            batch_vectors = None if vectors is None else np.asarray(vectors)[start : start + len(batch)]
-            start += len(batch)
             if ttl is not None:
                 batch = [replace(fact, expires=time.time() + ttl) if fact.expires is None else fact for fact in batch]
             with self._writing:
-                report += self._add(batch, batch_vectors, overwrite)
+                report += self._add(batch, overwrite)
         return report
 
     def update(self, fact: Fact) -> Fact:
+        """Replace the fact with the same id and namespace by `fact`; returns it with its new version.
+
+        Raises `FactError` if no fact has this id, or if another fact has this text.
+        """
         self._check_writes()
         with self._writing:
             stored = self.get(fact.id, namespace=fact.namespace)
             if self._holding(fact.namespace, [fact]).get(fact.text, fact.id) != fact.id:
                 raise FactError(f"Got the text of another fact for {fact.id!r}: {fact.text!r}. Delete one of the two.")
             fact = replace(fact, version=stored.version + 1)
-            self._put_near(fact.namespace, [fact], self._embed([fact], None))
+            self._put_near(fact.namespace, [fact], self._embed([fact]))
             return fact
 
     def delete(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
+        """Delete the facts with these ids; returns how many existed."""
         self._check_writes()
         unique, count = list(dict.fromkeys(ids)), 0
         with self._writing:
@@ -279,6 +295,7 @@ class BaseFactStore(FactStore):
         return count
 
     def rebuild(self) -> None:
+        """Make all banks anew."""
         self._check_writes()
         with self._writing:
             for space in self._spaces(None):
@@ -300,58 +317,53 @@ class BaseFactStore(FactStore):
                     self._renew(space)
         return problems
 
-    def _add(self, batch: Sequence[Fact], vectors: Vectors | None, overwrite: bool) -> Added:  # noqa: FBT001
+    def _add(self, batch: Sequence[Fact], overwrite: bool) -> Added:  # noqa: FBT001
         if wrong := next((item for item in batch if not isinstance(item, Fact)), None):
             raise FactError(f"Got {wrong!r} ({type(wrong).__name__}); expected a Fact, e.g. `Fact(text)`.")
-        report, todo = Added(), list[tuple[str, list[Fact], Vectors]]()
-        vectors = None if vectors is None else self._checked(vectors, len(batch))
+        report, embedded = Added(), list[tuple[str, list[Fact], Vectors]]()
         for space in dict.fromkeys(fact.namespace for fact in batch):
             self._open(space)
             if expired := self._expired(space):
                 self._remove(space, expired)
-            numbered = [(at, fact) for at, fact in enumerate(batch) if fact.namespace == space]
-            new, superseded = (self._next_versions(space, numbered), ()) if overwrite else self._new(space, numbered)
-            report += Added(len(new), len(numbered) - len(new) - len(superseded), superseded=superseded)
-            facts, rows = [fact for _, fact in new], [at for at, _ in new]
-            todo.append((space, facts, self._embed(facts, None if vectors is None else vectors[rows])))
-        for space, facts, embedded in todo:
-            if not facts:
-                continue
-            self._put_near(space, facts, embedded)
-            report += Added(near_duplicates=tuple(self._near(space, facts, embedded)))
+            given = [fact for fact in batch if fact.namespace == space]
+            new, superseded = (self._next_versions(space, given), ()) if overwrite else self._new(space, given)
+            report += Added(len(new), len(given) - len(new) - len(superseded), superseded)
+            if new:
+                embedded.append((space, new, self._embed(new)))
+        for space, facts, vectors in embedded:
+            self._put_near(space, facts, vectors)
             # Banks with twice their size on average are best made anew.
             if (banks := self._bank_count(space)) and self._count(space) > LARGEST * self.bank_size * banks:
-                self._set_banks(space, {}, _NO_CENTROIDS)
+                self._set_banks(space, {}, _NO_VECTORS)
         return report
 
-    def _new(self, space: str, given: Sequence[tuple[int, Fact]]) -> tuple[list[tuple[int, Fact]], tuple[str, ...]]:
+    def _new(self, space: str, given: Sequence[Fact]) -> tuple[list[Fact], tuple[str, ...]]:
         """Return the facts that the namespace does not have, and the ids for which it has a later version."""
-        stored = self._holding(space, [fact for _, fact in given])
-        new: dict[str, tuple[int, Fact]] = {}
-        for at, fact in given:
+        stored = self._holding(space, given)
+        new: dict[str, Fact] = {}
+        for fact in given:
             if fact.text in stored:
                 continue
             stored[fact.text] = fact.id
             if fact.id in new:
-                raise _conflict(fact, new[fact.id][1])
-            new[fact.id] = (at, fact)
+                raise _conflict(fact, new[fact.id])
+            new[fact.id] = fact
         superseded = []
         for row in list(self._rows(space, ids=list(new))):
-            _, fact = new.pop(row.fact.id)
+            fact = new.pop(row.fact.id)
             if row.fact.version == 1:
                 raise _conflict(fact, row.fact)
             superseded.append(fact.id)
             logger.warning("Version %d of fact %r stays; not added: %r.", row.fact.version, fact.id, fact.text)
         return list(new.values()), tuple(superseded)
 
-    def _next_versions(self, space: str, given: Sequence[tuple[int, Fact]]) -> list[tuple[int, Fact]]:
+    def _next_versions(self, space: str, given: Sequence[Fact]) -> list[Fact]:
         """Return the last given fact of each id, with its version, unless the namespace has the same fact."""
-        new = {fact.id: (at, fact) for at, fact in given}
+        new = {fact.id: fact for fact in given}
         for row in list(self._rows(space, ids=list(new))):
-            at, fact = new.pop(row.fact.id)
-            version = row.fact.version
+            fact, version = new.pop(row.fact.id), row.fact.version
             if replace(fact, version=version) != row.fact:
-                new[fact.id] = at, replace(fact, version=version + (fact.text != row.fact.text))
+                new[fact.id] = replace(fact, version=version + (fact.text != row.fact.text))
         return list(new.values())
 
     def _holding(self, space: str, facts: Sequence[Fact]) -> dict[str, str]:
@@ -365,25 +377,10 @@ class BaseFactStore(FactStore):
         near = None if self._bank_count(space) is None else self._nearest_banks(space, vectors, 1)
         self._put(space, facts, vectors, None if near is None else [number for [(number, _)] in near])
 
-    def _embed(self, facts: Sequence[Fact], given: Vectors | None) -> Vectors:
+    def _embed(self, facts: Sequence[Fact]) -> Vectors:
         if not facts:
-            return np.zeros((0, 0), np.float32)
-        return self._checked(self.embedder.embed([fact.text for fact in facts]), len(facts)) if given is None else given
-
-    def _checked(self, vectors: Vectors, count: int) -> Vectors:
-        vectors = np.asarray(vectors)
-        return checked_vectors(vectors, (count, vectors.shape[-1] if vectors.ndim else 0), self.embedder)
-
-    def _near(self, space: str, facts: Sequence[Fact], vectors: Vectors) -> Iterator[NearDuplicate]:
-        """Yield those of the facts just added that nearly repeat an earlier one."""
-        if self.near_duplicate is None:
-            return
-        places = {fact.id: place for place, fact in enumerate(facts)}
-        for place, hits in enumerate(self._nearest(space, vectors, 3)):
-            for hit in hits:
-                if places.get(hit.fact.id, -1) < place and hit.score >= self.near_duplicate:
-                    yield NearDuplicate(facts[place].id, hit.fact.id, min(1.0, hit.score))
-                    break
+            return _NO_VECTORS
+        return checked_vectors(self.embedder.embed([fact.text for fact in facts]), len(facts), self.embedder)
 
     def _with_banks(self, spaces: list[str]) -> list[str]:
         """Make banks in those of these namespaces that have facts but no banks; returns `spaces`."""
@@ -397,7 +394,7 @@ class BaseFactStore(FactStore):
     def _make_banks(self, space: str) -> None:
         rows = list(self._rows(space, vectors=True))
         if not rows:
-            self._set_banks(space, {}, _NO_CENTROIDS)
+            self._set_banks(space, {}, _NO_VECTORS)
             return
         labels, centroids = cluster(_stacked(rows), self.bank_size)
         self._set_banks(space, {row.fact.id: int(label) for row, label in zip(rows, labels, strict=True)}, centroids)
@@ -411,8 +408,8 @@ class BaseFactStore(FactStore):
         """Embed all facts of a namespace anew."""
         rows = self._rows(space)
         while batch := [row.fact for row in itertools.islice(rows, _BATCH)]:
-            self._put(space, batch, self._embed(batch, None))
-        self._set_banks(space, {}, _NO_CENTROIDS)
+            self._put(space, batch, self._embed(batch))
+        self._set_banks(space, {}, _NO_VECTORS)
 
     def _problems(self, space: str) -> Iterator[str]:
         numbers = {row.fact.id: row.bank for row in self._rows(space)}
@@ -420,7 +417,7 @@ class BaseFactStore(FactStore):
             yield f"it counts {self._count(space)} facts and lists {len(numbers)}."
         chosen = np.random.default_rng(0).permutation(len(numbers))[:_SAMPLE]
         rows = list(self._rows(space, ids=[list(numbers)[at] for at in chosen.tolist()], vectors=True))
-        facts, computed = [row.fact for row in rows], self._embed([row.fact for row in rows], None)
+        facts, computed = [row.fact for row in rows], self._embed([row.fact for row in rows])
         wrong = [f.id for f, row, vector in zip(facts, rows, computed, strict=True) if not _alike(row.vector, vector)]
         if wrong:
             yield f"of {len(facts)} facts looked at, {len(wrong)} have the vector of another text, e.g. {wrong[0]}."

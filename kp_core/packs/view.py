@@ -37,8 +37,6 @@ class PackRef:
     memory: bool = False
     recognised: bool = False
     """Whether the message holds the pack's text itself. The prompt is then the same with and without the pack."""
-    batch: int = 0
-    """For memory: packs with the same number came together, in one message or exchange."""
     is_erratum: bool = False
     """Whether `pack` holds only the corrections since an earlier version of it, which stands before."""
 
@@ -241,14 +239,13 @@ def explicit_packs(
 ) -> tuple[PackRef, ...]:
     """Return references to the packs that a caller passed; raises for a handle that does not resolve."""
     references = []
-    # An agent's list of memories grows pack by pack, so each pack is a batch of its own.
-    for number, pack in enumerate(packs, 1):
+    for pack in packs:
         if isinstance(pack, KnowledgePack):
             try:
                 name = "pack:" + blake2b(pack.text.encode(), digest_size=8).hexdigest()
             except UnicodeEncodeError as error:
                 raise PromptError("Got a pack of text that is not Unicode. Decode it with errors='replace'.") from error
-            references.append(PackRef(name, usable(pack, model, mismatch, name), batch=-number))
+            references.append(PackRef(name, usable(pack, model, mismatch, name)))
             continue
         handle = Handle.parse(pack)
         # The caller named it, not a message, so trusted roles do not matter.
@@ -257,5 +254,5 @@ def explicit_packs(
             raise PackNotFoundError(
                 f"{handle} does not resolve. Pass `view=store.view({handle.namespace!r})` of the store that holds it."
             )
-        references.append(PackRef(pack, resolved, batch=-number))
+        references.append(PackRef(pack, resolved))
     return tuple(references)

@@ -131,10 +131,10 @@ def placed(
 
 def _lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef, ...]]:
     """Replace each pack by its handle; returns the turns, and the packs in order of first appearance."""
-    brought = ((at, segment) for at, turn in enumerate(turns) for segment in turn.segments if _by_handle(segment))
     packs: dict[str, PackRef] = {}
-    for number, pack in brought:
-        packs.setdefault(pack.handle, replace(pack, batch=number))
+    for segment in (segment for turn in turns for segment in turn.segments):
+        if _by_handle(segment):
+            packs.setdefault(segment.handle, segment)
     lifted = [turn.with_segments([s.handle if _by_handle(s) else s for s in turn.segments]) for turn in turns]
     return tuple(lifted), tuple(packs.values())
 
@@ -194,7 +194,7 @@ def _compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[
                 for segment in reversed(brought)
                 if segment.handle not in handles | gathered.keys()
             }
-            gathered |= {name: replace(fresh[name], memory=True, batch=span.start) for name in reversed(fresh)}
+            gathered |= {name: replace(fresh[name], memory=True) for name in reversed(fresh)}
         handles |= gathered.keys()
         if anchor < 0:
             orphans = list(gathered.values())

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from numbers import Real
 from pathlib import Path
 from statistics import fmean, geometric_mean
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from kp_core.bundled import needing
 from kp_core.errors import SteeringError
@@ -31,12 +31,6 @@ class Task:
     messages: Sequence[Message] | str
     packs: Sequence[KnowledgePack] = ()
     expected: str | None = None
-
-
-class _Answer(NamedTuple):
-    task: Task
-    text: str
-    perplexity: float
 
 
 @dataclass(frozen=True)
@@ -169,19 +163,15 @@ def calibrate(  # noqa: PLR0913 - every criterion is a setting
     if not questions or not alphas or not all(math.isfinite(alpha) for alpha in alphas):
         raise SteeringError(f"Got {len(questions)} tasks and the alphas {alphas!r}; expected tasks and finite numbers.")
     unwarned = replace(steering, coherent=None)
-    answers: dict[float, list[_Answer]] = {alpha: [] for alpha in sorted({0.0, *map(float, alphas)})}
+    answers: dict[float, list[tuple[Task, str, float]]] = {alpha: [] for alpha in sorted({0.0, *map(float, alphas)})}
     with bar_of("Calibrating", len(answers) * len(questions), "answer", shown=progress) as bar:
         for alpha, alpha_answers in answers.items():
             for task in questions:
                 request = {"steering": (unwarned, alpha), "scope": scope, "packs": task.packs}
                 text = engine.generate(task.messages, max_tokens=max_tokens, **request).text
-                alpha_answers.append(_Answer(task, text, engine.perplexity(task.messages, text, packs=task.packs)))
+                alpha_answers.append((task, text, engine.perplexity(task.messages, text, packs=task.packs)))
                 bar.update()
-    limit = most_perplexity * geometric_mean(answer.perplexity for answer in answers[0.0])
-
-    def is_coherent(answer: _Answer) -> bool:
-        is_fluent = repetition(answer.text) <= most_repetition and answer.perplexity <= limit
-        return is_fluent and is_valid(answer.text)
+    limit = most_perplexity * geometric_mean(perplexity for _, _, perplexity in answers[0.0])
 
     def effect(text: str) -> float:
         value = score(text)
@@ -191,14 +181,19 @@ def calibrate(  # noqa: PLR0913 - every criterion is a setting
 
     rows = []
     for alpha, measured in answers.items():
-        are_correct = [a.task.expected.lower() in a.text.lower() for a in measured if a.task.expected is not None]
+        texts, perplexities = [text for _, text, _ in measured], [perplexity for _, _, perplexity in measured]
+        repetitions = [repetition(text) for text in texts]
+        are_correct = [task.expected.lower() in text.lower() for task, text, _ in measured if task.expected is not None]
         row = CalibrationRow(
             alpha=alpha,
             strength=abs(alpha) * steering.strength if steering.scales and steering.values else math.nan,
-            effect=fmean(effect(answer.text) for answer in measured),
-            coherence=fmean(map(is_coherent, measured)),
-            repetition=fmean(repetition(answer.text) for answer in measured),
-            perplexity=geometric_mean(answer.perplexity for answer in measured),
+            effect=fmean(map(effect, texts)),
+            coherence=fmean(
+                repeated <= most_repetition and perplexity <= limit and is_valid(text)
+                for text, perplexity, repeated in zip(texts, perplexities, repetitions, strict=True)
+            ),
+            repetition=fmean(repetitions),
+            perplexity=geometric_mean(perplexities),
             accuracy=fmean(are_correct) if are_correct else None,
         )
         rows.append(row)

@@ -186,3 +186,24 @@ def test_an_embedding_function_that_cannot_be_reached_is_said_in_one_line(kp: Kp
     code, _, told = kp("search", str(tmp_path / "default"), "mill")
     assert code == 1
     assert told.splitlines()[-1].startswith("kp: The collection's own embedding function, 'default', fails (")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("steer", "show", "formal.st"),
+        ("steer", "calibrate", "formal.st"),
+        ("ask", "notes", QUESTION, "--steering", "formal.st"),
+        ("steer", "calibrate", "formal", "--questions", "formal.st"),
+        ("build", "new", "formal.st"),
+        ("packet", "train", "formal.st", "-o", "w"),
+        ("play", "formal.st"),
+    ],
+)
+def test_a_file_that_is_not_there_is_named_in_one_line(kp: Kp, tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "formal").write_text("{}")
+    if command[-2] == "--questions":
+        kp("steer", "make", "formal", "-o", "formal", "--engine", "tests.cli.engines:tiny")
+    one_line(kp(*command), "There is no file formal.st. Did you mean formal?")
+    one_line(kp("steer", "show", "nothing"), "There is no file nothing. `kp steer make PAIRS -o FILE` makes one.")
+    one_line(kp("steer", "show", "."), ". is a folder, not a file")

@@ -69,7 +69,7 @@ def test_a_build_says_its_plan_warns_of_gigabytes_and_goes_on_in_lines(
     assert "To compile: 4 packs of" in out
     assert "MB on disk" in out
     assert "`--kv lazy` stores text alone" in err
-    assert "Compiling: 100%" in err
+    assert "Building packs: 100%" in err
     assert "\r" not in err
     assert as_json(kp("inspect", "bank", "--json"))["packs"]["with_kv"] == 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -214,21 +213,6 @@ def test_packs_are_made_in_the_background_where_that_is_asked_for(facts: MemoryF
     until(lambda: len(made.store) == 2)  # type: ignore[arg-type]
     assert all(each.handle for each in made.search("Part 2 of a.md.", 2))
     engine.close()
-
-
-def test_what_many_packs_take_is_said_before_they_are_compiled(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "kp_core.compiling")
-    made = packs(MemoryFactStore(HashEmbedder()), tmp_path)
-    made.add([Fact(f"Ship {number} came in.") for number in range(40)], progress=False)
-    assert "MB on disk" not in caplog.text
-    added = [Fact(f"Ship {number} went out.") for number in range(300)]
-    made.add(added)
-    tokens = sum(len(made.store.get(made.store.handle(fact.text, "default")).token_ids) for fact in added)
-    said = re.search(r"Compiling 300 packs of (\d+) tokens: [0-9.]+ MB on disk, about [0-9.]+ minutes", caplog.text)
-    assert said is not None
-    assert int(said[1]) == pytest.approx(tokens, rel=0.05)
 
 
 def test_of_very_many_packs_a_sample_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_building_goes_on_where_it_stopped_and_then_costs_nothing(facts, shelf, 
 @pytest.mark.parametrize("changed", ["place", "model", "kv"])
 def test_packs_of_another_place_or_model_are_compiled_anew(changed, facts, shelf, embedder):
     facts = facts[:2]
-    made(facts, shelf, embedder, lazy=changed == "kv")
+    made(facts, shelf, embedder, kv="lazy" if changed == "kv" else "stored")
     engine = Counting(tiny_engine("qwen2") if changed == "model" else tiny_engine())
     compiled_for = [{"role": "user", "content": "Know: {pack}"}] if changed == "place" else "user"
     made(facts, shelf, embedder, engine, compiled_for=compiled_for)
@@ -87,7 +87,7 @@ def test_packs_of_another_place_or_model_are_compiled_anew(changed, facts, shelf
 
 
 def test_lazy_packs(facts, shelf, embedder):
-    retriever = made(facts[:3], shelf, embedder, lazy=True)
+    retriever = made(facts[:3], shelf, embedder, kv="lazy")
     assert all(shelf.get(find_handles(document.page_content)[0][2]).is_lazy for document in retriever.invoke("flag"))
 
 
@@ -131,7 +131,7 @@ def test_whole_banks_as_packs(facts, shelf, embedder):
 
 
 def test_k_and_probes_of_one_call(facts, shelf, embedder):
-    retriever = made(facts, shelf, embedder, lazy=True)
+    retriever = made(facts, shelf, embedder, kv="lazy")
     asked = retriever.invoke("flag", k=5, probes=2)
     assert [document.id for document in asked] == [
         hit.fact.id for hit in retriever.fact_store.search("flag", 5, probes=2)
@@ -144,7 +144,7 @@ async def test_async_equals_sync(retriever):
 
 
 def test_in_chroma_by_path(facts, tmp_path, shelf, embedder):
-    settings = {"engine": tiny_engine(), "store": shelf, "lazy": True, "k": 1, "content": "handle"}
+    settings = {"engine": tiny_engine(), "store": shelf, "kv": "lazy", "k": 1, "content": "handle"}
     retriever = KnowledgePackRetriever.from_facts(facts[:3], embedder=embedder, path=tmp_path / "bank", **settings)
     first = retriever.invoke("flag")
     retriever.fact_store.close()
@@ -154,7 +154,7 @@ def test_in_chroma_by_path(facts, tmp_path, shelf, embedder):
 
 
 def test_errors(facts, shelf, embedder, tmp_path):
-    retriever = made(facts[:2], shelf, embedder, lazy=True)
+    retriever = made(facts[:2], shelf, embedder, kv="lazy")
     with pytest.raises(FactError):
         retriever.invoke("  ")
     with pytest.raises(FactError):

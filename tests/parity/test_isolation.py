@@ -24,7 +24,7 @@ def store(tmp_path):
 
 def documents(facts, store, held, **settings):
     made = KnowledgePackRetriever.from_facts(
-        facts, engine=tiny_engine(), store=store, fact_store=held, namespace="mine", k=99, lazy=True, **settings
+        facts, engine=tiny_engine(), store=store, fact_store=held, namespace="mine", k=99, kv="lazy", **settings
     )
     return [(each.page_content, each.metadata["kp"]["handle"], str(each.metadata)) for each in made.invoke(QUESTION)]
 
@@ -93,7 +93,7 @@ def test_tools_follow_no_handle_inside_a_fact(store):
             store=store,
             fact_store=MemoryFactStore(LetterEmbedder()),
             namespace="mine",
-            lazy=True,
+            kv="lazy",
         )
         for content in ("text", "handle"):
             tool = create_pack_search_tool(retriever.model_copy(update={"content": content}), store)

@@ -17,7 +17,7 @@ ENGINE = ("--engine", "tests.cli.engines:tiny")
 
 def test_a_missing_file_is_named_before_a_model_is_loaded(kp):  # noqa: F811
     code, _, said = kp("play", "nowhere.txt", "--engine", "tests.cli.engines:number")
-    assert (code, said) == (1, "kp: There is no file nowhere.txt.\n")
+    assert (code, said) == (1, "kp: There is no file nowhere.txt. Check the path.\n")
 
 
 @pytest.mark.slow

@@ -160,12 +160,15 @@ def _from_files(
     encoding: str | None,
 ) -> Iterator[Fact | SourceError]:
     for path in _files([paths] if isinstance(paths, str | os.PathLike) else paths):
+        if str(path) != STDIN and not path.exists():
+            yield SourceError(f"There is no file {path}. Check the path.")
+            continue
         reader = _of_stdin() if str(path) == STDIN else FORMATS.get(path.suffix.lower())
         if reader is None:
             suffixes = ", ".join(FORMATS)
             yield SourceError(f"{path}: got a file of type {path.suffix or 'unknown'!r}; expected one of {suffixes}.")
             continue
-        if path.exists() and not path.is_file() and str(path) != STDIN:
+        if not path.is_file() and str(path) != STDIN:
             yield SourceError(f"{path}: got a pipe or device; expected a file. Write to a file first, or use -.")
             continue
         try:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
 from kp_core.bundled import needing
-from kp_core.facts.sources.drafts import Draft, Headings, cut, wrong
+from kp_core.facts.sources.drafts import Draft, Headings, below, cut, title_of, wrong
 
 __all__ = ["read_docx", "read_html", "read_pdf"]
 
-_DEEPEST = 10_000  # Reading time grows with the square of the depth.
+_DEEPEST = 1000  # Reading time grows with the square of the depth.
 _LARGEST, _TIMES = (
     100_000_000,
     20,
@@ -159,47 +160,37 @@ def _sections(
     path: Path, unit: str, blocks: Iterable[tuple[int, str, str]], title: str, max_chars: int
 ) -> Iterator[Draft]:
     """Turn blocks (number, kind, text) into drafts; a kind may be a heading."""
-    headings, has_text = Headings(), False
+    headings: Headings = ()
+    has_text = False
     for number, kind, text in blocks:
         if heading := _HEADING.match(kind):
-            headings.add(int(heading[1]), text)
+            headings = below(headings, int(heading[1]), text)
             continue
         for piece in cut(text.strip(), max_chars):
             has_text = True
-            yield f"{unit} {number}", {"text": piece, "title": str(headings) or title, unit: number}
+            yield f"{unit} {number}", {"text": piece, "title": title_of(headings) or title, unit: number}
     if not has_text:
         yield wrong(path, f"{unit} 1", "holds no text")
 
 
 def _blocks(soup: Any) -> Iterator[tuple[int, str, str]]:  # noqa: ANN401 - the library's own type
-    """Yield each run of text between blocks: its line, the block tag around it, the text."""
-    from bs4.element import NavigableString, PreformattedString, Tag
+    """Yield each run of text between blocks: the line of the block around it, the block's tag, the text."""
+    from bs4.element import NavigableString, PreformattedString
 
-    pieces: list[str] = []
-    begun, around = 1, ""
+    for tag in soup(["br", "td", "th", *_BLOCKS]):
+        tag.append("\n" if tag.name == "br" else " ")  # It ends a line, a cell, or a block, which may be empty.
+    nodes = (node for node in soup.descendants if isinstance(node, NavigableString))
+    texts = (node for node in nodes if not isinstance(node, PreformattedString))  # Such as comments.
+    # Tags are equal if their contents are, so the runs are told apart by the identity of the block.
+    for _, run in groupby(((text, _block_of(text)) for text in texts), lambda pair: id(pair[1])):
+        pieces = list(run)
+        block = pieces[0][1]
+        text = "".join(piece for piece, _ in pieces)
+        if text.strip():
+            yield block.sourceline or 1, block.name, text.strip() if block.name == "pre" else " ".join(text.split())
 
-    def flush() -> Iterator[tuple[int, str, str]]:
-        text = "".join(pieces).strip() if around == "pre" else " ".join("".join(pieces).split())
-        pieces.clear()
-        if text:
-            yield begun, around, text
 
-    # Without recursion, because pages may be nested deeper than Python allows.
-    waiting: list[Any] = [soup]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Tag):
-            block = node.name in _BLOCKS
-            if block:
-                yield from flush()
-                begun, around = node.sourceline or begun, node.name
-            elif node.name in {"br", "td", "th"}:
-                pieces.append("\n" if node.name == "br" else " ")
-            # An inner block ends this one. The tuple marks the end of the inner block and names the tag that continues.
-            waiting += [(node.parent.name if node.parent else "",)] * block + list(reversed(node.contents))
-        elif isinstance(node, tuple):
-            yield from flush()
-            [around] = node
-        elif isinstance(node, NavigableString) and not isinstance(node, PreformattedString):
-            pieces.append(str(node))
-    yield from flush()
+def _block_of(text: Any) -> Any:  # noqa: ANN401 - as above
+    """The innermost block around a text; the document if there is none."""
+    parents = list(text.parents)
+    return next((tag for tag in parents if tag.name in _BLOCKS), parents[-1])

@@ -12,7 +12,7 @@ from typing import TextIO, TypeAlias
 
 from kp_core.errors import SourceError
 
-__all__ = ["STDIN", "Draft", "Headings", "cut", "error_at", "lines_of", "wrong"]
+__all__ = ["STDIN", "Draft", "Headings", "below", "cut", "error_at", "lines_of", "title_of", "wrong"]
 
 STDIN = "-"
 """The file name for standard input."""
@@ -70,18 +70,18 @@ def _opened(path: Path, encoding: str) -> Iterator[TextIO]:
         text.detach()
 
 
-class Headings:
-    """The headings above a place in a document."""
+Headings: TypeAlias = tuple[tuple[int, str], ...]
+"""The headings above a place in a document: level and name of each."""
 
-    def __init__(self) -> None:
-        self._held: list[tuple[int, str]] = []
 
-    def __str__(self) -> str:
-        return " > ".join(name for _, name in self._held)
+def below(headings: Headings, level: int, name: str) -> Headings:
+    """Return the headings behind a heading, which ends all of the same or a deeper level."""
+    return (*(heading for heading in headings if heading[0] < level), (level, name))
 
-    def add(self, depth: int, name: str) -> None:
-        """Add a heading; it ends all headings of the same or a deeper level."""
-        self._held = [*(heading for heading in self._held if heading[0] < depth), (depth, name)]
+
+def title_of(headings: Headings) -> str:
+    """Return the title of a fact under these headings, e.g. `Guide > Install`."""
+    return " > ".join(name for _, name in headings)
 
 
 def cut(text: str, max_chars: int) -> Iterator[str]:

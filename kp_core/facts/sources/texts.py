@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kp_core.errors import SourceError
-from kp_core.facts.sources.drafts import Draft, Headings, cut, lines_of, wrong
+from kp_core.facts.sources.drafts import Draft, Headings, below, cut, lines_of, title_of, wrong
 
 __all__ = ["read_csv", "read_json_lines", "read_markdown", "read_text"]
 
@@ -30,12 +30,12 @@ def read_markdown(path: Path, max_chars: int, encoding: str | None = None) -> It
 
 def _paragraphs(path: Path, max_chars: int, encoding: str | None, *, markdown: bool) -> Iterator[Draft]:
     lines: list[str] = []
-    headings = Headings()
+    headings: Headings = ()
     begun, fence = 1, ""
 
     def flush() -> Iterator[Draft]:
         for piece in cut("\n".join(lines), max_chars):
-            yield f"line {begun}", {"text": piece, "title": str(headings), "line": begun}
+            yield f"line {begun}", {"text": piece, "title": title_of(headings), "line": begun}
         lines.clear()
 
     for number, line in lines_of(path, encoding):
@@ -47,7 +47,7 @@ def _paragraphs(path: Path, max_chars: int, encoding: str | None, *, markdown: b
         if (not line.strip() and not fence) or heading:
             yield from flush()
             if heading:
-                headings.add(len(heading[1]), heading[2].rstrip("#").rstrip())
+                headings = below(headings, len(heading[1]), heading[2].rstrip("#").rstrip())
             continue
         if not lines:
             begun = number

@@ -117,9 +117,7 @@ def attack(folder: Path) -> Iterator[Case]:
         lambda draw: store.forget(text(draw)),
         lambda draw: Handle(text(draw), text(draw)),
         lambda draw: list(read_rows([value(draw)], on_error=draw.choice(("raise", "skip")))),
-        lambda draw: MemoryFactStore(HashEmbedder(), bank_size=number(draw), near_duplicate=number(draw)).add(
-            facts_of(3)
-        ),
+        lambda draw: MemoryFactStore(HashEmbedder(), bank_size=number(draw)).add(facts_of(3)),
     )
 
     def arguments(draw: Random) -> None:

@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 from kp_core.errors import FactError
 from kp_core.facts import Added, ChromaFactStore, Fact, FactStore, MemoryFactStore
 from kp_core.facts.filters import predicate
-from kp_core.facts.store import BaseFactStore
 from kp_core.testing import HashEmbedder
 
 Floats = NDArray[np.float32]
-MakeStore = Callable[..., BaseFactStore]
+MakeStore = Callable[..., FactStore]
 
 
 def facts_of(count: int, start: int = 0) -> list[Fact]:
@@ -46,7 +45,7 @@ def flat(store: FactStore, embedder: HashEmbedder, question: str) -> list[str]:
     return sorted(scores, key=lambda fact_id: (-round(scores[fact_id], 6), fact_id))
 
 
-def check(store: BaseFactStore, facts: Sequence[Fact]) -> None:
+def check(store: FactStore, facts: Sequence[Fact]) -> None:
     """The store holds these facts, each in one bank that is not empty, and finds each by its own text."""
     assert {fact.id: fact for fact in store.facts()} == {fact.id: fact for fact in facts}
     assert len(store) == len(facts)
@@ -164,7 +163,7 @@ FACTS = [
 
 
 @pytest.fixture(params=["memory", "folder"])
-def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BaseFactStore]:
+def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FactStore]:
     if request.param == "memory":
         memory = MemoryFactStore(HashEmbedder(), bank_size=1)
         memory.add(FACTS)
@@ -213,7 +212,7 @@ def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BaseFactS
         ({"$or": [{"year": {"$in": (1990, 2010)}}, {"version": {"$gt": 1}}]}, "ac"),
     ],
 )
-def test_filters(filled: BaseFactStore, where: dict[str, object], texts: str) -> None:
+def test_filters(filled: FactStore, where: dict[str, object], texts: str) -> None:
     assert "".join(fact.text for fact in FACTS if predicate(where)(fact)) == texts
     assert sorted(hit.fact.text for hit in filled.search("q", 9, where=where)) == list(texts)
     assert sorted(hit.fact.text for hit in filled.search("q", 9, where=where, probes=1)) == list(texts)
@@ -393,24 +392,6 @@ def test_any_order_of_changes_leaves_what_a_dictionary_holds(make_store: MakeSto
     check(store, list(held.values()))
 
 
-def test_what_says_nearly_the_same_is_reported(make_store: MakeStore) -> None:
-    class Near(HashEmbedder):
-        def embed_query(self, text: str) -> Floats:
-            vector = super().embed_query(text.partition("~")[0]) + 0.05 * super().embed_query(text)
-            return np.asarray(vector / np.linalg.norm(vector), np.float32)
-
-    store = make_store(Near())
-    report = store.add([Fact("a~1"), *facts_of(30), Fact("a~2"), Fact("a~2")])
-    [near] = report.near_duplicates
-    assert (report.added, report.duplicates) == (32, 1)
-    assert (near.id, near.earlier) == (Fact("a~2").id, Fact("a~1").id)
-    assert 0.97 < near.score < 1
-    [later] = store.add([Fact("a~3"), Fact("b")]).near_duplicates
-    assert later.id == Fact("a~3").id
-    store.near_duplicate = None
-    assert store.add([Fact("a~4")]).near_duplicates == ()
-
-
 def test_facts_expire(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "time", lambda: now[0])
@@ -431,18 +412,6 @@ def test_facts_expire(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) ->
     for never in (0, 10**400, float("nan")):
         with pytest.raises(FactError, match="ttl="):
             store.add([Fact("x")], ttl=never)
-
-
-def test_vectors_that_are_given_spare_the_embedder(make_store: MakeStore) -> None:
-    embedder = HashEmbedder()
-    store = make_store(embedder)
-    store.add(facts_of(5), vectors=HashEmbedder().embed([fact.text for fact in facts_of(5)]))
-    assert embedder.embedded == 0
-    check(store, facts_of(5))
-    for wrong in (np.ones((2, 8)), np.full((1, 8), np.nan), np.ones(8), np.ones((1, 8))):
-        with pytest.raises(FactError, match="hash"):
-            store.add([Fact("one")], vectors=np.asarray(wrong, np.float32))
-    assert len(store) == 5
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ FACTS = [Fact(f"Fact {number} of the harbour log.") for number in range(2500)]
 def written(tmp_path_factory):
     """A folder of so many facts that Chroma has written its index, with a hole where facts were deleted."""
     path = tmp_path_factory.mktemp("written") / "facts"
-    with ChromaFactStore(path, HashEmbedder(), near_duplicate=None) as store:
+    with ChromaFactStore(path, HashEmbedder()) as store:
         build(store, FACTS)
         store.delete(fact.id for fact in FACTS[::10])
     assert any(file.stat().st_size > 4 * len(FACTS) // 2 for file in path.glob("*-*-*-*-*/link_lists.bin"))
@@ -32,7 +32,7 @@ def path(written, tmp_path):
 
 def check(path):
     """Each fact is there, found by its own text, and `verify` has nothing to say."""
-    with ChromaFactStore(path, HashEmbedder(), near_duplicate=None) as store:
+    with ChromaFactStore(path, HashEmbedder()) as store:
         kept = [fact for number, fact in enumerate(FACTS) if number % 10]
         assert {fact.text for fact in store.facts()} == {fact.text for fact in kept}
         for fact in random.Random(1).sample(kept, 40):

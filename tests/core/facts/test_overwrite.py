@@ -78,9 +78,8 @@ def test_facts_without_a_pack_are_deleted(facts: FactStore, delivery: Delivery) 
 
 def test_a_text_under_two_ids_is_in_one_bank(facts: FactStore, tmp_path: Path) -> None:
     store, made = PackStore(tmp_path / "packs"), lines(4)
-    vectors = EMBEDDER.embed([fact.text for fact in [*made, made[1]]])
     delivery = Delivery(facts, tiny_engine(), store, unit="bank", kv="lazy")
-    delivery.add([*made, Fact("Line 1.", id="twin", namespace="isles")], vectors=vectors)
+    delivery.add([*made, Fact("Line 1.", id="twin", namespace="isles")])
     assert sorted(fact.id for name in facts.banks() for fact in facts.bank_facts(name)) == ["i0", "i1", "i2", "i3"]
     assert len(list(store)) == len(facts.banks())
 

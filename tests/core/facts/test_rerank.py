@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kp_core.errors import FactError, MissingDependencyError
-from kp_core.facts import CrossEncoderReranker, Fact, Hit, LexicalReranker, MemoryFactStore, Reranker
+from kp_core.facts import Fact, Hit, LexicalReranker, MemoryFactStore, Reranker
 from kp_core.testing import HashEmbedder
 from tests.core.facts.test_facts import build, facts_of
 
@@ -79,40 +78,12 @@ def test_a_bank_gives_the_reranker_as_many_as_it_wants_and_the_caller_as_many_as
     assert seen == [12, 20]
 
 
-def test_a_real_cross_encoder_orders_by_its_scores(tmp_path: Path) -> None:
-    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
-
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "three", "four"]
-
-    def made(labels: int) -> str:
-        folder = tmp_path / str(labels)
-        folder.mkdir()
-        (folder / "vocab.txt").write_text("\n".join(words))
-        BertTokenizerFast.from_pretrained(folder).save_pretrained(folder)
-        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-        config = BertConfig(vocab_size=len(words), max_position_embeddings=32, num_labels=labels, **sizes)
-        BertForSequenceClassification(config).save_pretrained(folder)
-        return str(folder)
-
-    hits = hits_of("one two", "three", "four four four", "two")
-    reranker = CrossEncoderReranker(made(1))
-    scores = reranker.model.predict([("one", hit.fact.text) for hit in hits])
-    expected = [hits[place] for place in np.argsort(-scores, kind="stable")]
-    assert reranker("one", hits) == expected
-    with pytest.raises(FactError, match="Use a model with one label"):
-        CrossEncoderReranker(made(3))("one", hits)
-
-
-@pytest.mark.parametrize("make", [LexicalReranker, lambda depth: CrossEncoderReranker(None, depth)])
-def test_a_senseless_depth_is_refused(make: type[LexicalReranker]) -> None:
+def test_a_senseless_depth_is_refused() -> None:
     with pytest.raises(FactError, match="depth=0"):
-        make(depth=0)
+        LexicalReranker(depth=0)
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(MissingDependencyError, match=r"knowledge-packs\[lexical\]"):
         LexicalReranker()
-    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(MissingDependencyError, match=r"knowledge-packs\[embed\]"):
-        CrossEncoderReranker("any")
