@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +18,7 @@ from kp_core.facts.base import Fact, Filter, Hit
 from kp_core.facts.client import FACTS, SCHEMA, check_unlocked, is_url, open_client, prepared, run_vacuum
 from kp_core.facts.embed import Embedder, OtherEmbedder, SentenceTransformerEmbedder, as_embedder, normalised
 from kp_core.facts.filters import predicate
-from kp_core.facts.index import blank_room, check_index, end_repair, needs_repair
+from kp_core.facts.index import blank_room, check_index, repair_mark
 from kp_core.facts.records import OURS, from_others_record, from_record, pushed_down, to_record
 from kp_core.facts.store import BANK_SIZE, FactStore, Row, Vectors, alive
 from kp_core.packs.handle import check_namespace
@@ -219,10 +219,10 @@ class ChromaFactStore(FactStore):
     def _mend(self, path: Path) -> None:
         """Repair indexes that a killed process was writing."""
         with self._writing, _told(self.where):
-            if needs_repair(path):
+            if (mark := repair_mark(path)).exists():
                 for space in self._spaces(None):
                     self._renew(space)
-                end_repair(path)
+                mark.unlink()
 
     def _listed(self) -> dict[str, Any]:
         """Return our fact collections, by namespace."""
@@ -266,15 +266,14 @@ class ChromaFactStore(FactStore):
             answer = self._call(self._opened[space], "get", include=include, **page)
             embeddings = answer["embeddings"] if vectors else [_NO_VECTOR] * len(answer["ids"])
             records = zip(answer["ids"], answer["documents"], answer["metadatas"], embeddings, strict=True)
-            for fact_id, text, metadata, vector in records:
-                if text and text.strip():
-                    fact = self._fact(fact_id, text, metadata, space)
-                    yield Row(fact, np.asarray(vector, np.float32), (metadata or {}).get(_BANK))
+            for fact, metadata, vector in self._facts_of(space, records):
+                yield Row(fact, np.asarray(vector, np.float32), metadata.get(_BANK))
             if unique is None and len(answer["ids"]) < _PAGE:
                 return
 
     def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
         test, limit = predicate(where or {}), count
+        scale = 2 if self._space == "l2" else 1  # For vectors of length 1, half the squared distance is 1 - cosine.
         arguments = {
             "query_embeddings": vectors,
             "where": pushed_down(where),
@@ -284,24 +283,25 @@ class ChromaFactStore(FactStore):
             answer = self._call(self._opened[space], "query", n_results=limit, **arguments)
             results = zip(answer["ids"], answer["documents"], answer["metadatas"], answer["distances"], strict=True)
             hits = [
-                [hit for hit in self._hits(space, *columns) if alive(hit.fact) and test(hit.fact)]
+                [
+                    Hit(fact, 1 - distance / scale)
+                    for fact, _, distance in self._facts_of(space, zip(*columns, strict=True))
+                    if alive(fact) and test(fact)
+                ]
                 for columns in results
             ]
             if all(len(nearest) >= count for nearest in hits) or all(len(ids) < limit for ids in answer["ids"]):
                 return [nearest[:count] for nearest in hits]
             limit *= _GROWTH
 
-    def _hits(
-        self, space: str, ids: list[str], texts: list[str], about: list[Any], distances: list[float]
-    ) -> Iterator[Hit]:
-        scale = 2 if self._space == "l2" else 1  # For vectors of length 1, half the squared distance is 1 - cosine.
-        for fact_id, text, metadata, distance in zip(ids, texts, about, distances, strict=True):
-            if text and text.strip():
-                yield Hit(self._fact(fact_id, text, metadata, space), 1 - distance / scale)
-
-    def _fact(self, fact_id: str, text: str, metadata: Mapping[str, Any] | None, space: str) -> Fact:
+    def _facts_of(
+        self, space: str, records: Iterable[tuple[str, str | None, Mapping[str, Any] | None, Any]]
+    ) -> Iterator[tuple[Fact, Mapping[str, Any], Any]]:
+        """Yield the fact, the metadata and the last column of each record that has a text."""
         convert = from_record if self.collection is None else from_others_record
-        return convert(fact_id, text, metadata, space)
+        for fact_id, text, metadata, column in records:
+            if text and text.strip():
+                yield convert(fact_id, text, metadata, space), metadata or {}, column
 
     def _put(self, space: str, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
         collection, ids = self._opened[space], [fact.id for fact in facts]

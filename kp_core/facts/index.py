@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 
 from kp_core.errors import FactError
 
-__all__ = ["blank_room", "check_index", "damaged_indexes", "end_repair", "needs_repair"]
+__all__ = ["blank_room", "check_index", "damaged_indexes", "repair_mark"]
 
 logger = logging.getLogger(__name__)
 
-_UNDER_WAY = "kp.repair"
 # Version, offset, capacity, elements; bytes per element, offsets of its label and vector; highest level, entry point;
 # links per element on upper levels, on the lowest level, as configured; and two build settings.
 _HEADER = struct.Struct("=iQQQQQQiIQQQdQ")
@@ -49,18 +48,18 @@ def damaged_indexes(folder: Path) -> list[Path]:
 def check_index(folder: Path, lock: FileLock | None) -> None:
     """Check the indexes before Chroma reads them: the first writer of this process deletes damaged ones.
 
-    The folder is then marked as missing vectors until `end_repair`. A reader has no lock, so it waits in case a writer
-    is still writing; raises `FactError` if the damage stays.
+    The folder is then marked (`repair_mark`) until its vectors are made anew. A reader has no lock, so it waits in case
+    a writer is still writing; raises `FactError` if the damage stays.
     """
     if lock is not None:
         if lock.lock_counter == 1 and (damaged := damaged_indexes(folder)):
             logger.warning("%s: an index is damaged; it is made anew from the texts of all facts.", folder)
-            (folder / _UNDER_WAY).touch()
+            repair_mark(folder).touch()
             for index in damaged:
                 shutil.rmtree(index)
         return
     until = time.monotonic() + _WRITTEN_SECONDS
-    while needs_repair(folder) or damaged_indexes(folder):
+    while repair_mark(folder).exists() or damaged_indexes(folder):
         if time.monotonic() > until:
             raise FactError(
                 f"{folder}: an index is damaged, or still being written. Open the folder once for writing, e.g. with "
@@ -86,14 +85,9 @@ def blank_room(folder: Path) -> None:
                         opened.write(bytes(len(room)))
 
 
-def needs_repair(folder: Path) -> bool:
-    """Whether a repair was started and not finished."""
-    return (folder / _UNDER_WAY).exists()
-
-
-def end_repair(folder: Path) -> None:
-    """Mark the repair that `check_index` started as finished."""
-    (folder / _UNDER_WAY).unlink()
+def repair_mark(folder: Path) -> Path:
+    """The file that exists from the start of a repair to its end."""
+    return folder / "kp.repair"
 
 
 def _our_indexes(folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import pytest
 
 from kp_core.errors import FactError
 from kp_core.facts import ChromaFactStore, Fact
-from kp_core.facts.index import damaged_indexes, needs_repair
+from kp_core.facts.index import damaged_indexes, repair_mark
 from kp_core.testing import HashEmbedder
 from tests.core.facts.test_facts import build
 
@@ -39,7 +39,7 @@ def check(path):
             assert store.search(fact.text, 1)[0].fact.text == fact.text
             assert store.search(fact.text, 1, probes=1)[0].fact.text == fact.text
         assert not store.verify()
-    assert not needs_repair(path)
+    assert not repair_mark(path).exists()
     assert not damaged_indexes(path)
 
 
@@ -71,13 +71,13 @@ def test_a_repair_that_was_killed_is_taken_up(path, monkeypatch):
 
     class Dies(HashEmbedder):
         def embed(self, texts):
-            if needs_repair(path):
+            if repair_mark(path).exists():
                 raise KeyboardInterrupt
             return super().embed(texts)
 
     with pytest.raises(KeyboardInterrupt):
         ChromaFactStore(path, Dies())
-    assert needs_repair(path)
+    assert repair_mark(path).exists()
     monkeypatch.setattr("kp_core.facts.index._WRITTEN_SECONDS", 0.1)
     with pytest.raises(FactError, match="an index is damaged"):
         ChromaFactStore(path, HashEmbedder(), read_only=True)
