@@ -115,6 +115,7 @@ bench: setup
 	done
 	$(BIN)/python -m benchmarks.figures --results $(BENCH_OUT) --out $(BENCH_OUT)/figures
 	KP_DATA=$(KP_DATA) $(BIN)/python -m benchmarks.several --limit 40 --json $(BENCH_OUT)/several.json
+	KP_DATA=$(KP_DATA) $(BIN)/python -m benchmarks.answers --packs 5 --tokens 130 --limit 100 --seed 100 --json $(BENCH_OUT)/answers.json
 	for dtype in float32 bfloat16; do \
 	  KP_DATA=$(KP_DATA) $(BIN)/python -m benchmarks.equivalence --limit 500 --columns pack_text --dtype $$dtype \
 	    --json $(BENCH_OUT)/equivalence-$$dtype.json || exit 1; \

@@ -1,8 +1,7 @@
-"""Whether prompts of several packs are answered as well as their text: the quality half of `benchmarks.composition`."""
+"""Composers, questions over several packs, and answers in the free order, for `benchmarks.composition`."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
@@ -13,14 +12,12 @@ from typing import Any
 
 from rich.progress import track
 
-from benchmarks import common, plots
-from kp_core import BlendComposer, Generation, PackStore, Session
+from benchmarks import common
+from kp_core import Generation, PackStore, Session
 from kp_core.compose import Composer, ExactComposer, NaiveComposer, SpliceComposer, composer_of
 
-__all__ = ["SETS", "composers", "divergence", "draw_plots", "hotpot", "needles", "orders", "paired", "quality"]
+__all__ = ["composers", "divergence", "hotpot", "needles", "orders", "paired"]
 
-SETS = ("gold", "distractor", "needle")
-"""Of questions: HotpotQA with its gold facts, the same with distractors, and one code among several."""
 _RULES = ("first", "deviation", "attention")
 _ANSWER = 24
 """Tokens of an answer, at most."""
@@ -79,60 +76,8 @@ def hotpot(path: Path, limit: int | None) -> list[_Question]:
     ]
 
 
-def questions_of(kind: str, arguments: argparse.Namespace) -> list[_Question]:
-    """The questions of one of `--sets`."""
-    if kind == "needle":
-        return needles(arguments.limit or 100)
-    return hotpot(arguments.data if kind == "gold" else arguments.distractor, arguments.limit)
-
-
 def _asked(question: _Question) -> str:
     return f"{common.INSTRUCTION}\nQuestion: {question.asked}"
-
-
-def quality(engine: Session, store: PackStore, kind: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each composer and order; packs are kept in `store`."""
-    answers: dict[tuple[str, str], list[tuple[bool, bool, float, bool]]] = {}
-    sizes: list[int] = []
-    counts: list[int] = []
-    chance = random.Random(1)  # noqa: S311
-    questions = questions_of(kind, arguments)
-    for question in track(questions, kind):
-        asked, shuffled = _asked(question), chance.sample(question.texts, len(question.texts))
-        text = "\n\n".join((*question.texts, asked))
-        known, read = (engine.generate(each, max_tokens=_ANSWER).text for each in (asked, text))
-        if common.contains(known, question.answer) or not common.contains(read, question.answer):
-            continue
-        for order, texts in (("given", question.texts), ("shuffled", shuffled)):
-            packs = list(engine.build_packs(list(texts), progress=False))
-            prompt = "\n\n".join((*(str(store.put(pack)) for pack in packs), asked))
-            exact: tuple[Generation, bool] | None = None
-            for composer in composers(arguments.shares):
-                found = engine.generate(prompt, view=store.view("default"), composer=composer, max_tokens=_ANSWER)
-                right = common.contains(found.text, question.answer)
-                exact = exact or (found, right)  # It is the first.
-                about = (right, exact[1], *divergence(exact[0], found))
-                answers.setdefault((composer.key, order), []).append(about)
-        counts.append(len(packs))
-        sizes += [len(pack.token_ids) for pack in packs]
-    return [
-        {
-            "composer": composer,
-            "variant": composer,
-            "set": kind,
-            "order": order,
-            "packs": round(common.mean(counts)),
-            "tokens": round(common.mean(sizes)),
-            "kl": common.mean(kl for *_, kl, _ in found),
-            "agree": common.mean(same for *_, same in found),
-            "em": common.mean(right for right, *_ in found),
-            "em_exact": common.mean(exact for _, exact, *_ in found),
-            "flips": sum(exact and not right for right, exact, *_ in found),
-            "counted": len(found),
-            "asked": len(questions),
-        }
-        for (composer, order), found in answers.items()
-    ]
 
 
 def orders(engine: Session, store: PackStore, questions: Sequence[_Question]) -> dict[str, Any]:
@@ -162,23 +107,3 @@ def paired(found: Sequence[tuple[float, float]]) -> dict[str, float]:
     error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else math.nan
     given, free = (100 * common.mean(pair[at] for pair in found) for at in (0, 1))
     return {"given": given, "free": free, "difference": free - given, "lower": free - given - _ONE_SIDED * error}
-
-
-def draw_plots(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Two pictures for each set of questions: divergence, and answers kept, over the share computed anew."""
-    for kind in dict.fromkeys(row["set"] for row in rows if row["order"] == "given" and row["em"] is not None):
-        found = {row["composer"]: row for row in rows if row.get("set") == kind and row["order"] == "given"}
-        made = {key: composer for key in found if isinstance(composer := composer_of(key), BlendComposer)}
-        shares = sorted({composer.r for composer in made.values()})
-        right = found["exact"]["em"] * found["exact"]["counted"]
-        apart, kept = {}, {}
-        for rule in _RULES if shares else ():
-            keys = ["splice", *(BlendComposer(r, rule).key for r in shares), "exact"]
-            apart[rule] = [found[key]["kl"] for key in keys]
-            kept[rule] = [1 - found[key]["flips"] / max(right, 1) for key in keys]
-        share, x = "share of each pack computed anew (0: splice, 1: exact)", [0, *shares, 1]
-        label = "KL of the first token, nats"
-        plots.lines(
-            folder, f"several-packs-{kind}-kl", x, apart, {}, (share, label, ""), {"naive": found["naive"]["kl"]}
-        )
-        plots.lines(folder, f"several-packs-{kind}-kept", x, kept, {}, (share, "right answers of exact kept", ""))

@@ -7,15 +7,7 @@ before (`splice, all seen`). All run on one engine, one after the other for each
 and the system head warm before each; times are medians over `--pairs` questions, and `ratio` is the median of text over
 packs, question by question, with its 95 % interval, `low` to `high`. `computed` are the tokens that passed all layers;
 `kl` (nats) and `agree` compare the first token with that of exact composition. Combinations above 7,500 tokens are left
-out and named.
-
-Quality (`--limit` questions of each of `--sets`): HotpotQA questions with their gold facts or with distractors beside
-them, each paragraph a pack, and a needle test of this file: one code among several that differ in their key alone.
-Only questions count that their text answers and no knowledge does not, of which there are `counted`; of these `em` is
-the share of answers that contain the right one, `em_exact` that of exact composition, `kl` (nats) and `agree` compare
-the first token with that of exact composition, and `flips` counts answers that exact composition has right and the
-composer has not. In order `shuffled` the packs of each question are shuffled; text had them as given, so `em_exact`
-there is what another order alone costs, and no composer can be told from that.
+out and named. Whether the answers are right is measured by `benchmarks.answers`.
 
 `--orders N`: N questions of `--data` in the order given and in the free one, exact both times, each with the packs of
 all earlier questions in memory. `em` contains the answer, `f1` is that of the first line; `lower` is the lower 95 %
@@ -35,7 +27,7 @@ from typing import Any
 from rich.progress import track
 
 from benchmarks import common
-from benchmarks.composed import SETS, composers, divergence, draw_plots, hotpot, orders, quality
+from benchmarks.composed import composers, divergence, hotpot, orders
 from kp_core import PackStore, Session
 from kp_core.compose import Composer, ExactComposer, SpliceComposer
 
@@ -45,10 +37,7 @@ _MOST_TOKENS = 7500
 _SHARES = (0.05, 0.15, 0.5)
 _EXACT = ExactComposer()
 _ASKED = "What is the first passage about?"
-COLUMNS = (
-    *("composer", "packs", "tokens", "order", "ttft_s", "text_s"),
-    *("computed", "kl", "agree", "em", "em_exact", "flips"),
-)
+COLUMNS = ("composer", "packs", "tokens", "order", "ttft_s", "text_s", "computed", "kl", "agree")
 """Of every row; `None` where it was not measured."""
 
 
@@ -158,15 +147,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {"dtype": arguments.dtype, "rows": []}
     if arguments.pairs:
         texts = [passage.text for passage in common.read_passages(arguments.passages)]
-        figures["rows"] += speed(engine, texts, arguments)
-    with common.scratch(engine) as folder:
-        store = PackStore(folder)
-        for kind in arguments.sets if arguments.limit != 0 else ():
-            figures["rows"] += quality(engine, store, kind, arguments)
-            common.write_json(arguments.json, figures)
-        figures["rows"] = [dict.fromkeys(COLUMNS) | row for row in figures["rows"]]
-        if arguments.orders:
-            figures["orders"] = orders(engine, store, hotpot(arguments.data, arguments.orders))
+        figures["rows"] = [dict.fromkeys(COLUMNS) | row for row in speed(engine, texts, arguments)]
+    if arguments.orders:
+        with common.scratch(engine) as folder:
+            figures["orders"] = orders(engine, PackStore(folder), hotpot(arguments.data, arguments.orders))
     return figures
 
 
@@ -179,12 +163,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shares", type=float, nargs="*", default=_SHARES, help="of blend; default: %(default)s")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="of those above, for speed; default: all")
     parser.add_argument("--pairs", type=int, default=20, help="questions for speed; 0: none; default: %(default)s")
-    parser.add_argument("--sets", nargs="*", default=SETS, choices=SETS, help="of questions; default: all")
-    parser.add_argument("--distractor", type=Path, default=common.data_folder() / "hotpotqa_distractor.jsonl")
     parser.add_argument(
         "--orders", type=int, default=0, metavar="N", help="compare given and free order on N questions"
     )
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw quality over the share, as PNG and as SVG")
     arguments = parser.parse_args(argv)
     known = [each.name for each in variants(arguments.shares)]
     if unknown := set(arguments.variants or ()).difference(known):
@@ -203,14 +184,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if row["composer"] == "left out"
             ],
         )
-    scored = [row for row in figures["rows"] if row["em"] is not None]
-    columns = ("set", "order", "packs", "tokens", "kl", "agree", "em", "em_exact", "flips", "counted", "asked")
-    if scored:
-        common.show_table(
-            f"Answers ({arguments.dtype})",
-            ("composer", *columns),
-            [[row["composer"], *(row[column] for column in columns)] for row in scored],
-        )
     if "orders" in figures:
         found = figures["orders"]
         columns = ("given", "free", "difference", "lower")
@@ -219,8 +192,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             ("score", *columns),
             [[name, *(found[name][column] for column in columns)] for name in ("em", "f1")],
         )
-    if arguments.plots:
-        draw_plots(arguments.plots, figures["rows"])
     common.write_json(arguments.json, figures)
 
 

@@ -437,8 +437,8 @@ def test_answers(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_composition(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    sizes = ["--packs", "2", "400", "--sizes", "25", "--shares", "0.5", "--pairs", "1", "--limit", "2"]
-    asked = ["--passages", data("wiki_passages.jsonl"), "--sets", "needle", "--orders", "2", "--plots", str(tmp_path)]
+    sizes = ["--packs", "2", "400", "--sizes", "25", "--shares", "0.5", "--pairs", "1"]
+    asked = ["--passages", data("wiki_passages.jsonl"), "--orders", "2"]
     composition.main(["--data", data("hotpotqa_gold.jsonl"), *asked, *sizes, "--json", str(out)])
     figures = json.loads(out.read_text())
     rows = figures["rows"]
@@ -447,14 +447,7 @@ def test_composition(tmp_path: Path) -> None:
     assert timed["exact"]["kl"] == timed["free"]["kl"] == 0
     assert timed["free, all seen"]["computed"] <= timed["exact"]["computed"]
     assert timed["splice, all seen"]["computed"] < timed["splice"]["computed"]
-    scored = {(row["composer"], row["order"]): row for row in rows if row["em"] is not None}
-    assert len(scored) == 2 * len(composed.composers([0.5]))
-    for (composer, _), row in scored.items():
-        assert 0 <= row["flips"] <= row["em_exact"] * row["counted"]
-        assert composer != "exact" or (row["em"], row["flips"], row["kl"]) == (row["em_exact"], 0, 0)
-    assert scored["naive", "given"]["kl"] > 0
     assert figures["orders"]["n"] == 2 >= figures["orders"]["moved"]
-    assert (tmp_path / "several-packs-needle-kept.svg").exists()
     assert [row["packs"] for row in rows if row["composer"] == "left out"] == [400]
 
 
