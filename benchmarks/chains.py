@@ -71,7 +71,7 @@ def _ways(engine: Session, facts: ChromaFactStore, folder: Path, questions: Sequ
     model = ChatKnowledgePacks(engine=engine, store=store, namespaces=[_NAMESPACE], max_tokens=_MAX_TOKENS)
     place = pack_place(_PROMPT)
     common_options = {"engine": engine, "store": store, "fact_store": facts, "namespace": _NAMESPACE}
-    common_options |= {"compiled_for": place, "content": "handle", "lazy": True}
+    common_options |= {"compiled_for": place, "content": "handle", "kv": "lazy"}
     found = [
         Fact(row["text"], title=row["title"], source="Orrelay Isles", id=row["id"]) for row in _rows("facts.jsonl")
     ]
