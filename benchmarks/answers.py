@@ -27,7 +27,7 @@ import math
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, product
 from pathlib import Path
@@ -39,6 +39,8 @@ from scipy.stats import binomtest
 from benchmarks import common, plots
 from benchmarks.questions import SETS, Question, of_file, questions
 from kp_core import PackStore, Session
+from kp_core.compose import composer_of
+from kp_core.errors import OptionError
 
 __all__ = ["COLUMNS", "main", "row", "run"]
 
@@ -56,15 +58,6 @@ _Record = dict[str, Any]
 """What was measured of one question; `counts` says whether it counts, and everything else is missing if not."""
 
 
-def _prompt(documents: Iterable[object], asked: str) -> str:
-    return "\n\n".join((*map(str, documents), f"{common.INSTRUCTION}\nQuestion: {asked}"))
-
-
-def _reset(engine: Session) -> None:
-    engine.clear_cache()
-    engine.prefill("Hello.")
-
-
 def _measured(  # noqa: PLR0913
     engine: Session,
     store: PackStore,
@@ -75,20 +68,20 @@ def _measured(  # noqa: PLR0913
     timed: bool,
 ) -> _Record:
     """What the text, exact composition and each of `composers` say of a question, and how long they take if `timed`."""
-    reset = _reset if timed else lambda _: None
-    text = _prompt(documents, question.asked)
+    reset = common.reset if timed else lambda _: None
+    text = common.prompt(documents, question.asked)
     reset(engine)
-    read, known = (engine.generate(each, max_tokens=_ANSWER) for each in (text, _prompt((), question.asked)))
+    read, known = (engine.generate(each, max_tokens=_ANSWER) for each in (text, common.prompt((), question.asked)))
     if common.contains(known.text, question.answer) or not common.contains(read.text, question.answer):
         return {"counts": False}
     packs = list(engine.build_packs(documents, progress=False))
-    prompt = _prompt([store.put(pack) for pack in packs], question.asked)
+    prompt = common.prompt([store.put(pack) for pack in packs], question.asked)
     options: dict[str, Any] = {"view": store.view("default"), "keep": "never"}
     record: _Record = {"counts": True, "composers": {}, "bytes": sum(pack.kv.nbytes for pack in packs if pack.kv)}
     if timed:
         reset(engine)
         record["text_s"] = engine.generate(text, max_tokens=1).usage.ttft_s
-        record["floor_s"] = engine.generate(_prompt(documents, "What comes last?"), max_tokens=1).usage.ttft_s
+        record["floor_s"] = engine.generate(common.prompt(documents, "What comes last?"), max_tokens=1).usage.ttft_s
     exact_text, exact_loss = "", 0.0
     for composer in ("exact", *composers):
         reset(engine)
@@ -239,6 +232,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the questions; default: %(default)s")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw kept answers and divergence")
     arguments = parser.parse_args(argv)
+    if min(*arguments.packs, *arguments.tokens, arguments.limit) < 1 or arguments.timed < 0:
+        parser.error("expected at least 1 pack, token and question, and no fewer than 0 timed ones")
+    if arguments.data and not arguments.data.is_file():
+        parser.error(f"there is no file {arguments.data}; expected JSON lines with question, answer and passages")
+    if not arguments.data and "hotpot" in arguments.sets and min(arguments.packs) < 2:
+        parser.error("the set hotpot needs two facts; expected --packs from 2 on")
+    try:
+        for composer in arguments.composers:
+            composer_of(composer)
+    except OptionError as error:
+        parser.error(str(error))
     figures = run(arguments)
     shown = ("packs", "tokens", "order", "composer", "n", "exact_right", "kept", "low", "high", "lost", "won", "kl")
     for title, columns in (

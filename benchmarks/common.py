@@ -41,8 +41,10 @@ __all__ = [
     "median_ratio",
     "model_path",
     "normalise",
+    "prompt",
     "read_examples",
     "read_passages",
+    "reset",
     "same_bits",
     "scratch",
     "show_table",
@@ -194,6 +196,17 @@ def scratch(engine: kp_core.Session) -> Iterator[str]:
             yield folder
         finally:
             engine.when_idle(lambda: None).result()
+
+
+def prompt(documents: Iterable[object], question: str) -> str:
+    """A question behind documents: texts, or handles of packs."""
+    return "\n\n".join((*map(str, documents), f"{INSTRUCTION}\nQuestion: {question}"))
+
+
+def reset(engine: kp_core.Session) -> None:
+    """Leave nothing in memory but the system head."""
+    engine.clear_cache()
+    engine.prefill("Hello.")
 
 
 class Twin:

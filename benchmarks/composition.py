@@ -17,9 +17,10 @@ bound (one-sided) of the mean paired difference, free less given, in points.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,38 @@ from typing import Any
 from rich.progress import track
 
 from benchmarks import common
-from benchmarks.composed import composers, divergence, hotpot, orders
-from kp_core import PackStore, Session
-from kp_core.compose import Composer, ExactComposer, SpliceComposer
+from benchmarks.questions import Question
+from kp_core import Generation, PackStore, Session
+from kp_core.compose import Composer, ExactComposer, NaiveComposer, SpliceComposer, composer_of
 
 __all__ = ["COLUMNS", "main", "run"]
 
 _MOST_TOKENS = 7500
 _SHARES = (0.05, 0.15, 0.5)
+_RULES = ("first", "deviation", "attention")
+_ANSWER = 24
+"""Tokens of an answer, at most."""
+_ONE_SIDED = 1.645
+"""Standard errors below the mean that leave 5 % of a normal distribution."""
 _EXACT = ExactComposer()
 _ASKED = "What is the first passage about?"
 COLUMNS = ("composer", "packs", "tokens", "order", "ttft_s", "text_s", "computed", "kl", "agree")
 """Of every row; `None` where it was not measured."""
+
+
+def composers(shares: Sequence[float]) -> list[Composer]:
+    """All there are, the exact one first; `shares` are those of blend."""
+    blends = [composer_of(f"blend:r={share},rule={rule}") for rule in _RULES for share in shares]
+    return [ExactComposer(), NaiveComposer(), SpliceComposer(), *blends]
+
+
+def divergence(exact: Generation, found: Generation) -> tuple[float, bool]:
+    """KL of the first token from exact composition, in nats, and whether it is the same token."""
+    if exact.first_logits is None or found.first_logits is None:
+        raise AssertionError("an answer has first logits")
+    mine, theirs = exact.first_logits.double(), found.first_logits.double()
+    kl = float(mine.softmax(-1) @ (mine.log_softmax(-1) - theirs.log_softmax(-1)))
+    return kl, bool(mine.argmax() == theirs.argmax())
 
 
 @dataclass(frozen=True)
@@ -74,11 +95,6 @@ def passages(engine: Session, texts: Iterator[str], size: int, count: int) -> li
     return found
 
 
-def _reset(engine: Session) -> None:
-    engine.clear_cache()
-    engine.prefill("Hello.")
-
-
 def speed(engine: Session, texts: list[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each number of packs, size and variant."""
     rows = []
@@ -104,11 +120,11 @@ def _speed_of(
             found = passages(engine, pool, size, count)
             handles = [str(store.put(pack)) for pack in engine.build_packs(found, progress=False)]
             asked = f"\n\n{_ASKED} ({number})"
-            _reset(engine)
+            common.reset(engine)
             text = engine.generate("\n\n".join(found) + asked, max_tokens=1)
             # Each in its turn goes first, so that no variant gains by its place.
             for variant in every[number % len(every) :] + every[: number % len(every)]:
-                _reset(engine)
+                common.reset(engine)
                 # What the store kept of a prompt would make the next variant's a second use.
                 first: dict[str, Any] = {"view": store.view("default"), "keep": "never"}
                 options = first | {"composer": variant.composer}
@@ -139,6 +155,43 @@ def _speed_of(
         }
         for variant in every
     ]
+
+
+def hotpot(path: Path, limit: int | None) -> list[Question]:
+    """HotpotQA questions, each paragraph a text of its own."""
+    return [
+        Question(example.question, example.answer, tuple(map(str, example.paragraphs)))
+        for example in common.read_examples(path, limit)
+    ]
+
+
+def orders(engine: Session, store: PackStore, questions: Sequence[Question]) -> dict[str, Any]:
+    """Answers in the order given and in the free one, question by question."""
+    scores: Mapping[str, Callable[[str, str], float]] = {
+        "em": common.contains,
+        "f1": lambda said, answer: common.f1(common.first_line(said), answer),
+    }
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in scores}
+    moved = 0
+    for question in track(questions, "given and free"):
+        packs = engine.build_packs(list(question.documents), progress=False)
+        prompt = common.prompt([store.put(pack) for pack in packs], question.asked)
+        options: dict[str, Any] = {"view": store.view("default"), "max_tokens": _ANSWER}
+        free = engine.generate(prompt, order="free", **options)
+        # One prompt has one answer.
+        given = engine.generate(prompt, **options) if free.usage.reordered_packs else free
+        moved += given is not free
+        for name, score in scores.items():
+            pairs[name].append((score(given.text, question.answer), score(free.text, question.answer)))
+    return {"n": len(questions), "moved": moved, **{name: paired(found) for name, found in pairs.items()}}
+
+
+def paired(found: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Means in points, and the lower bound of the difference."""
+    apart = [100 * (free - given) for given, free in found]
+    error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else math.nan
+    given, free = (100 * common.mean(pair[at] for pair in found) for at in (0, 1))
+    return {"given": given, "free": free, "difference": free - given, "lower": free - given - _ONE_SIDED * error}
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

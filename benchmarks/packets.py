@@ -33,7 +33,6 @@ from rich.progress import track
 from transformers import AutoConfig, PretrainedConfig
 
 from benchmarks import common, plots
-from benchmarks.composed import needles
 from kp_core import Generation, KnowledgePack, PacketComposer, PackStore, Session
 from kp_core.compose import Composer, Forward, composer_of
 from kp_core.engines.hf.training import PacketTraining, Samples
@@ -74,6 +73,26 @@ class _Question:
     right: tuple[str, ...] = ()
 
 
+def _needles(count: int, packs: int) -> list[_Question]:
+    """Questions for one code among several; drawn from a fixed seed."""
+    draw = random.Random(0)  # noqa: S311
+    names = ("Avel", "Brin", "Corl", "Dace", "Elun", "Fenn", "Gorse", "Harl", "Isken", "Jorva")
+    if packs > len(names):
+        names += ("Kesk", "Lunt", "Mavor", "Nolde", "Orrin", "Pell", "Quarl", "Rusp", "Sevin", "Tholm")
+    found = []
+    for _ in range(count):
+        chosen = draw.sample(names, packs)
+        codes = [str(draw.randint(1000, 9999)) for _ in chosen]
+        texts = tuple(
+            f"The code of the harbour of {name} is {code}. It was given out by the harbour master in spring."
+            for name, code in zip(chosen, codes, strict=True)
+        )
+        at = draw.randrange(packs)
+        asked = f"{common.INSTRUCTION}\nQuestion: What is the code of the harbour of {chosen[at]}?"
+        found.append(_Question(texts, asked, (codes[at],)))
+    return found
+
+
 def wiki(engine: Session, composer: PacketComposer, arguments: argparse.Namespace) -> list[tuple[str, str]]:
     """The passages that the wrapper was not trained on."""
     found = [(passage.title, passage.text) for passage in common.read_passages(arguments.data)]
@@ -91,10 +110,7 @@ def questions(domain: str, held: Sequence[tuple[str, str]], count: int, limit: i
             made.append(_Question(tuple(f"{a}: {b}" for a, b in chosen), f"What is said about {title}?"))
         return made
     if domain == "needle":
-        found = needles(limit, count) if count <= _MOST_NEEDLES else []
-        return [
-            _Question(each.texts, f"{common.INSTRUCTION}\nQuestion: {each.asked}", (each.answer,)) for each in found
-        ]
+        return _needles(limit, count) if count <= _MOST_NEEDLES else []
     if domain == "hotpot":
         examples = common.read_examples(common.data_folder() / "hotpotqa_distractor.jsonl")
         for example, next_one in islice(pairwise(examples), limit):
@@ -150,8 +166,7 @@ def ask(
             # What exact composition computes is not left in the store, or the others would find it.
             keep = "used_twice" if isinstance(composer, PacketComposer) else "never"
             sent, options = prompts[at], options | {"composer": composer, "keep": keep}
-        engine.clear_cache()
-        engine.prefill("Hello.")
+        common.reset(engine)
         with ThreadPoolExecutor(at_once) as pool:
             answers = pool.map(partial(engine.generate, **options, max_tokens=_TOKENS), sent)
             for found, answer in zip(said, answers, strict=True):

@@ -142,13 +142,15 @@ def _single(draw: random.Random, packs: int, shortened: Callable[[str], str]) ->
     passages = common.read_passages(common.data_folder() / "wiki_passages.jsonl")
     draw.shuffle(passages)
     for passage in passages:
-        born, film = _BORN.match(passage.text), _FILM.match(passage.text)
-        if not (born or film):
+        if found := _BORN.match(passage.text):
+            asked = f"In what year was {found[1].strip()} born?"
+        elif found := _FILM.match(passage.text):
+            asked = f"From what year is {found[1].strip()}?"
+        else:
             continue
-        asked = f"In what year was {born[1].strip()} born?" if born else f"From what year is {film[1].strip()}?"  # type: ignore[index]
         others = [other for other in draw.sample(passages, packs + 4) if other is not passage][: packs - 1]
         texts = tuple(shortened(str(each)) for each in (passage, *others))
-        yield Question(asked, (born or film)[2], texts)  # type: ignore[index]
+        yield Question(asked, found[2], texts)
 
 
 def _hotpot(draw: random.Random, packs: int) -> Iterator[Question]:

@@ -15,7 +15,6 @@ from benchmarks import (
     accumulation,
     answers,
     common,
-    composed,
     composition,
     concurrency,
     editing,
@@ -351,17 +350,17 @@ def test_synthetic_facts_are_told_apart_by_two_of_three_words() -> None:
 
 
 def test_needles_hold_their_answer() -> None:
-    for question in composed.needles(20):
+    for question in composition.needles(20):
         assert sum(question.answer in text for text in question.texts) == 1
         assert question.asked.split()[-1].rstrip("?") in next(t for t in question.texts if question.answer in t)
 
 
 def test_a_lower_bound_is_below_the_mean_by_its_error() -> None:
-    found = composed.paired([(1, 1), (1, 0), (0, 1), (1, 1)])
+    found = composition.paired([(1, 1), (1, 0), (0, 1), (1, 1)])
     assert (found["given"], found["free"], found["difference"]) == (75, 75, 0)
     # The differences 0, -100, 100, 0 have a standard deviation of 81.65 points.
     assert found["lower"] == pytest.approx(-1.645 * 81.65 / 2, abs=0.1)
-    assert composed.paired([(1, 1)] * 3)["lower"] == 0
+    assert composition.paired([(1, 1)] * 3)["lower"] == 0
 
 
 @pytest.mark.parametrize("kind", ["needle", "world"])
@@ -410,6 +409,21 @@ def test_kept_answers_are_counted_against_exact_composition() -> None:
     assert counted == {"n": 5, "exact_right": 4, "kept": 0.75, "lost": 1, "won": 1, "kl": 0.5}
     assert row["low"] == pytest.approx(0.3006, abs=1e-4)
     assert row["high"] == pytest.approx(0.9544, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--packs", "0"], "at least 1 pack"),
+        (["--sets", "hotpot", "--packs", "1"], "needs two facts"),
+        (["--composers", "nope"], "Got composer='nope'"),
+        (["--data", "absent.jsonl"], "there is no file absent.jsonl"),
+    ],
+)
+def test_answers_refuses_what_cannot_be_measured(given: list[str], said: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        answers.main(given)
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow
