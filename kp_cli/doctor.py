@@ -81,7 +81,7 @@ def _packages() -> dict[str, str]:
 
 
 def _foreseen(name: str, dtype: str | None) -> dict[str, Any]:
-    from kp_core.engines.hf.loading import foresee
+    from kp_core.engines.hf.foresight import foresee
 
     forecast = foresee(name, dtype)
     lacks = forecast.kind.lacks

@@ -88,7 +88,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     else:
         os.environ[KEY_VARIABLE] = secrets.token_hex(32)
     if packets:
-        from kp_core.engines.hf.loading import token_embeddings
+        from kp_core.engines.hf.foresight import token_embeddings
 
         token_embeddings(model)
     if find_spec("vllm") is None:
@@ -130,7 +130,7 @@ def key(
 
 def _rope(model: str) -> tuple[Rope | None, str]:
     """The RoPE that moves the keys of a model, and why they cannot be moved if there is none."""
-    from kp_core.engines.hf.loading import foresee_rope
+    from kp_core.engines.hf.foresight import foresee_rope
 
     try:
         return foresee_rope(model), ""

@@ -91,7 +91,7 @@ FAULTS = (
         f"{_ENGINES}/test_tree.py",
     ),
     Fault(
-        "kp_core/engines/local/scheduler.py",
+        "kp_core/engines/local/buffer.py",
         "room = self.budget_bytes - self.used - size",
         "room = self.budget_bytes - size",
         f"{_ENGINES}/test_pool.py",

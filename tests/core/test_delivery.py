@@ -15,7 +15,8 @@ from kp_core.compiling import compile_facts, open_facts
 from kp_core.delivery import Delivery
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, HandleError, OptionError, PackError, TemplateError
-from kp_core.prompt.template import ChatTemplate, PromptEncoder
+from kp_core.prompt.encoding import PromptEncoder
+from kp_core.prompt.template import ChatTemplate
 from kp_core.testing import CHATML, HashEmbedder, tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine, until
 

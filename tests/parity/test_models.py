@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kp_core import PackStore, Session, load_engine
-from kp_core.engines.hf.loading import foresee, foresee_rope
+from kp_core.engines.hf.foresight import foresee, foresee_rope
 from kp_core.errors import UnsupportedRequestError
 from kp_core.packs.handle import find_handles
 from kp_core.steering import Steering

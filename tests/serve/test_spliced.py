@@ -10,7 +10,7 @@ import torch
 
 from kp_core import KVTensors, PacketComposer, PackStore, bundled_model, load_engine
 from kp_core.compose.packet import Wrapper, wrapper_bytes, wrapper_of
-from kp_core.engines.hf.loading import token_embeddings
+from kp_core.engines.hf.foresight import token_embeddings
 from kp_core.engines.request import Request
 from kp_core.errors import PackError, UnsupportedRequestError
 from kp_core.packs.handle import Handle

@@ -1,14 +1,12 @@
-"""Loads Hugging Face models on this machine, and predicts from a configuration alone what will work."""
+"""Loads Hugging Face models on this machine."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
 from inspect import signature
 from pathlib import Path
@@ -16,13 +14,11 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kp_core.bundled import BUNDLED_MODEL, cache_directory, installed_file
 from kp_core.engines.hf.identity import (
-    checkpoint_folder,
     commit_of,
     fingerprint_of,
     is_away,
@@ -31,7 +27,7 @@ from kp_core.engines.hf.identity import (
     unreadable,
     watched,
 )
-from kp_core.engines.hf.kinds import CacheKind, kind_of, measured_shape, positions_of
+from kp_core.engines.hf.kinds import kind_of
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.engines.request import refuse_unknown
@@ -41,23 +37,20 @@ from kp_core.errors import (
     ModelChangedError,
     ModelError,
     UnsupportedModelError,
-    UnsupportedRequestError,
 )
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
-from kp_core.rope import Rope
 
 __all__ = [
+    "KV_SHARE",
     "LOADING",
-    "Foresight",
+    "best_device",
+    "best_dtype",
     "bundled_model",
-    "foresee",
-    "foresee_rope",
     "load",
     "load_session",
     "memory_bytes",
     "name_of",
-    "token_embeddings",
 ]
 
 logger = logging.getLogger(__name__)
@@ -68,10 +61,8 @@ LOADING = ("attn_implementation", "device_map", "quantization_config", "revision
 # Errors for a damaged weight file, or one that pickles more than weights, which torch does not unpickle.
 _UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, UnpicklingError, RuntimeError, LookupError, EOFError)
 _BUNDLED_VERSION = "0.1.2"
-_KV_SHARE = 4
+KV_SHARE = 4
 """By default, KV may take one part in this many of the memory."""
-_INNER = 16
-"""Inner width of the MLPs of a narrow model (`foresee_rope`), which does not affect keys."""
 
 
 def load_session(  # noqa: PLR0913 - every setting has a default that works
@@ -132,7 +123,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         return fingerprint_of(files or loaded, hf_tokenizer, template, commit, causal.numerics)
 
     if cache_bytes is None:
-        cache_bytes = memory_bytes(causal.shape.device) // _KV_SHARE
+        cache_bytes = memory_bytes(causal.shape.device) // KV_SHARE
     engine = LocalEngine(
         causal,
         hf_tokenizer,
@@ -217,8 +208,8 @@ def load(
             raise ModelError("Got a model object without its tokenizer; pass `tokenizer=` too.")
         return _as_given(model, target_device, target_dtype, options), tokenizer
     _check_places(device, options.get("device_map"))
-    target_device = target_device or _best_device()
-    target_dtype = target_dtype or _best_dtype(target_device)
+    target_device = target_device or best_device()
+    target_dtype = target_dtype or best_dtype(target_device)
     place, file = place_of(model)
     hub_options = {name: options.pop(name) for name in ("revision", "token") if name in options} | file
     hub_options["trust_remote_code"] = trust_remote_code
@@ -373,154 +364,21 @@ def _device(name: str | torch.device) -> torch.device:
         reason = "it holds no data"
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-    usable = ", ".join(sorted({"cpu", _best_device().type}))
+    usable = ", ".join(sorted({"cpu", best_device().type}))
     raise ModelError(f"Got device={str(name)!r}, which cannot be used here: {reason}. This machine has: {usable}.")
 
 
-def _best_device() -> torch.device:
+def best_device() -> torch.device:
+    """An accelerator if there is one, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def _best_dtype(device: torch.device) -> torch.dtype:
+def best_dtype(device: torch.device) -> torch.dtype:
+    """The dtype that a model runs in on `device` by default."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     if device.type == "mps":
         return torch.float16
     return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32  # noqa: SLF001
-
-
-@dataclass(frozen=True)
-class Foresight:
-    """Properties of a model as it would run here, in `dtype`.
-
-    `weight_bytes` is the size of the weights in that dtype, `None` for a quantised checkpoint. `bytes_per_token` is the
-    size of one token's KV, `state_bytes` that of the recurrent states stored once at the end of each pack. `memory` is
-    the device's memory in bytes, `positions` the length of the model's context in tokens.
-    """
-
-    kind: CacheKind
-    dtype: str
-    weight_bytes: int | None
-    bytes_per_token: int
-    state_bytes: int
-    memory: int
-    positions: int
-
-    @property
-    def longest_prompt(self) -> int:
-        """Most tokens of a prompt whose KV fits into memory beside the weights, and into the default KV budget."""
-        available = min(self.memory - (self.weight_bytes or 0), self.memory // _KV_SHARE)
-        return max(0, min(self.positions, available // max(1, self.bytes_per_token)))
-
-
-def foresee(model: str | Path, dtype: str | None = None) -> Foresight:
-    """Predict what `load_engine(model, dtype=dtype)` finds. For an id on the hub, only `config.json` is downloaded.
-
-    Raises `UnsupportedModelError`, with the reason, if packs cannot serve the model, `ModelError` if there is no such
-    model.
-    """
-    device = _best_device()
-    torch_dtype: torch.dtype = getattr(torch, dtype) if dtype else _best_dtype(device)
-    config = _config_of(model)
-    kind, text = kind_of(config), config.get_text_config(decoder=True)
-    try:
-        with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(config, dtype=torch_dtype, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        raise unreadable(model, error) from error
-    try:
-        shape = measured_shape(empty, kind.windows)
-        per_token, states = shape.bytes_per_token, shape.state_bytes
-    except (RuntimeError, NotImplementedError, UnsupportedModelError) as error:
-        # A mixture of experts chooses experts by values, which the meta device does not have.
-        logger.debug("%s gives no shapes: %s", config.model_type, error)
-        layers = len(kind.windows) - kind.windows.count(None)
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        width = 2 * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-        if kind.is_latent:
-            heads, width = 1, text.kv_lora_rank + text.qk_rope_head_dim
-        per_token, states = layers * heads * width * torch_dtype.itemsize, 0
-    is_quantised = getattr(config, "quantization_config", None) is not None
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in set(empty.parameters()))
-    return Foresight(
-        kind=kind,
-        dtype=str(torch_dtype).removeprefix("torch."),
-        weight_bytes=None if is_quantised else weights,
-        bytes_per_token=per_token,
-        state_bytes=states,
-        memory=memory_bytes(device),
-        positions=positions_of(text),
-    )
-
-
-def foresee_rope(model: str | Path) -> Rope:
-    """The RoPE of a model, measured on a narrow random model of the same architecture.
-
-    The narrow model has the same layers and head width, but two attention heads and narrow MLPs. Raises `ModelError` if
-    there is no such model, `UnsupportedRequestError` if its keys cannot be moved, or this cannot be determined.
-    """
-    config = _config_of(model)
-    if why := kind_of(config).lacks.get("compose"):
-        raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {why}.")
-    try:
-        text = config.get_text_config(decoder=True)
-        heads = text.num_attention_heads
-        width = getattr(text, "head_dim", None) or text.hidden_size // heads
-        shared = getattr(text, "num_key_value_heads", None) not in (None, heads)
-        sizes = {"num_attention_heads": 2, "num_key_value_heads": 1 if shared else 2, "hidden_size": 2 * width}
-        sizes |= dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner"), _INNER)
-        for name, size in sizes.items():
-            if isinstance(getattr(text, name, None), int):
-                setattr(text, name, size)
-        narrow = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
-        return CausalModel(narrow, keep_attention=True).rope
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
-        raise UnsupportedRequestError(
-            f"How the keys of this model turn cannot be told from its configuration ({type(error).__name__}: {error}). "
-            "Use composer='exact'."
-        ) from error
-
-
-def _config_of(model: str | Path) -> Any:  # noqa: ANN401
-    place, file = place_of(model)
-    try:
-        return AutoConfig.from_pretrained(place, **file, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        raise unreadable(model, error) from error
-
-
-def token_embeddings(model: str | Path) -> Callable[[Sequence[int]], Tensor]:
-    """A function that reads rows of the input embeddings of `model`, a folder or an id, from its files.
-
-    It takes token ids, and returns `(ids, hidden)` in the dtype of the checkpoint. Raises `UnsupportedRequestError` for
-    models whose input embedding is not a row of one table in safetensors.
-    """
-
-    def read(ids: Sequence[int]) -> Tensor:
-        with safe_open(file, "pt") as opened:
-            rows = opened.get_slice(name)
-            return torch.cat([rows[token : token + 1] for token in ids])
-
-    try:
-        with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(_config_of(model), trust_remote_code=False)
-        table = empty.get_input_embeddings()
-        name = next(name for name, parameter in empty.named_parameters() if parameter is table.weight)
-        folder = checkpoint_folder(model)
-        index = folder / "model.safetensors.index.json"
-        files = json.loads(index.read_bytes())["weight_map"] if index.is_file() else {}
-        file = folder / files.get(name, "model.safetensors")
-        is_plain = type(table) is torch.nn.Embedding and read([0]).shape[1] == table.embedding_dim
-    except (ModelError, OSError, ValueError, LookupError, AttributeError, StopIteration, SafetensorError) as error:
-        raise UnsupportedRequestError(
-            f"The embeddings of {model} cannot be read ({type(error).__name__}: {error}); no soft tokens can stand "
-            "beside them."
-        ) from error
-    if not is_plain:
-        raise UnsupportedRequestError(
-            f"{model} makes more of a token than a row of its embeddings ({type(table).__name__}), so that no soft "
-            "tokens can stand beside it here."
-        )
-    return read

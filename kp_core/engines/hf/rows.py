@@ -275,6 +275,7 @@ class _Group:
         return joined(outputs, weights, query.dtype, row_sinks).reshape(rows, -1, 1, value.shape[3])
 
     def _views(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """Make the views of a layer for `_read`, which serve until other keys are read."""
         own_keys, own_values = (own[self._layer_index[layer]] for own in self._own)
         views = [(own_keys[pairs, :, :keys], own_values[pairs, :, :keys]) for pairs, keys in self._calls]
         if self._tiles:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kp_core.engines.base import CAPABILITIES, TokenStream
-from kp_core.engines.local.buffer import KVBuffer
+from kp_core.engines.local.buffer import BufferPool, Cancelled, KVBuffer
 from kp_core.engines.local.fill import Run, match, prefill
 from kp_core.engines.local.grammar import Grammars
-from kp_core.engines.local.scheduler import BufferPool, Cancelled, Decoding, Scheduler
+from kp_core.engines.local.scheduler import Decoding, Scheduler
 from kp_core.engines.local.tree import Node, PrefixTree
 from kp_core.errors import BusyError
 from kp_core.kv import KVTensors

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kp_core.compose import Composer, PacketComposer
 from kp_core.engines.local.altered import altered
+from kp_core.engines.local.buffer import Cancelled
 from kp_core.engines.local.computing import Computing
-from kp_core.engines.local.scheduler import Cancelled, Decoding, let_go
+from kp_core.engines.local.scheduler import Decoding, let_go
 from kp_core.engines.local.tree import Path, PrefixTree
 from kp_core.errors import KVShapeError, PackNotFoundError
 from kp_core.kv import KVTensors

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kp_core.engines.hf.loading import foresee
+from kp_core.engines.hf.foresight import foresee
 from kp_core.errors import ModelError, UnsupportedModelError
 from tests.cli.conftest import Kp, kp
 from tests.parity.families import config_of

@@ -13,8 +13,7 @@ from contextlib import closing
 import pytest
 
 from kp_core import PackStore, load_engine
-from kp_core.engines.local.buffer import KVBuffer
-from kp_core.engines.local.scheduler import BufferPool, Cancelled
+from kp_core.engines.local.buffer import BufferPool, Cancelled, KVBuffer
 from kp_core.engines.local.tree import PrefixTree
 from kp_core.errors import BusyError, CacheBudgetError, GenerationTimeoutError
 from kp_core.plan import Limit

@@ -13,7 +13,8 @@ from kp_core.engines.request import OPTIONS
 from kp_core.errors import BusyError, ModelError, OptionError, UnsupportedRequestError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan import Sampling
-from kp_core.prompt.template import ChatTemplate, PromptEncoder
+from kp_core.prompt.encoding import PromptEncoder
+from kp_core.prompt.template import ChatTemplate
 from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine
 
