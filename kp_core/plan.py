@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import bisect
-import logging
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import get_args
 
 from kp_core.compose import Composer, Region
-from kp_core.errors import BusyError, SamplingError, SteeringError
-from kp_core.kv import KVTensors
-from kp_core.packs.kept import KeptEntry
-from kp_core.packs.store import PackStore
+from kp_core.errors import SamplingError, SteeringError
+from kp_core.packs.kept import KeptKV
 from kp_core.packs.view import PackView
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.steering import Scope, Steering
 
-__all__ = ["KeptKV", "Limit", "Plan", "Region", "Sampling", "number", "plan_regions", "plan_steered"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Limit", "Plan", "Region", "Sampling", "number", "plan_regions", "plan_steered"]
 
 _GAP_TOKENS = 64
 """Maximum text between two packs of one composed region; longer text is a region of its own."""
@@ -114,59 +108,6 @@ class Limit:
     def spent(self) -> float:
         """Seconds since the request began."""
         return time.perf_counter() - self.began
-
-
-@dataclass
-class KeptKV:
-    """Stored KV for the parts `start:stop` of one prompt, and the new KV that this prompt will store."""
-
-    store: PackStore
-    namespaces: frozenset[str]
-    keys: dict[tuple[int, int], KeptEntry]
-    """The store entry of each part that may be kept."""
-    is_urgent: bool = False
-    """Whether `write` finishes before the call returns."""
-    wanted: frozenset[tuple[int, int]] = frozenset()
-    """The parts whose KV will be stored."""
-    taken: list[tuple[KeptEntry, KVTensors]] = field(default_factory=list)
-
-    @property
-    def parts(self) -> Sequence[tuple[int, int]]:
-        """The parts of the prompt that may be kept, in order."""
-        return sorted(self.keys)
-
-    def has(self, start: int, stop: int) -> bool:
-        """Whether the store has KV of this part that this view may read."""
-        key = self.keys.get((start, stop))
-        return key is not None and self.store.has_kept(key, self.namespaces)
-
-    def read(self, start: int, stop: int) -> KVTensors | None:
-        """Return KV of a part on the CPU, up to `stop` or the last token in common with the stored entry, or `None`."""
-        key = self.keys.get((start, stop)) or next((key for at, key in self.keys.items() if at[0] == start), None)
-        kv = None if key is None else self.store.read_kept(key, self.namespaces)
-        return kv if kv is None or kv.tokens <= stop - start else kv.slice(0, stop - start)
-
-    def take(self, start: int, stop: int, kv: KVTensors) -> None:
-        """Collect `kv` of a part, to be stored after the answer."""
-        self.taken.append((self.keys[start, stop], kv))
-
-    def write(self, when_idle: Callable[[Callable[[], Iterator[None]]], object]) -> None:
-        """Store the collected KV: now if `is_urgent`, otherwise when the engine is idle."""
-        if self.taken and self.is_urgent:
-            deque(self._steps(), maxlen=0)
-        elif self.taken:
-            with suppress(BusyError):  # A later request can store it.
-                when_idle(self._steps)
-
-    def _steps(self) -> Iterator[None]:
-        """Store the collected KV, one entry per step; on an I/O error, skip the entry."""
-        while self.taken:
-            entry, kv = self.taken.pop(0)
-            try:
-                self.store.write_kept(entry, kv)
-            except OSError as error:
-                logger.warning("KV behind %s could not be kept: %s", ", ".join(entry.packs), error)
-            yield
 
 
 @dataclass(frozen=True)

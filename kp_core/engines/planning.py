@@ -17,11 +17,11 @@ from kp_core.engines.request import CompiledFor, Request
 from kp_core.errors import ContextOverflowError, KnowledgePackError, OptionError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
-from kp_core.packs.kept import KeptEntry
+from kp_core.packs.kept import KeptEntry, KeptKV
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackView, explicit_packs
-from kp_core.plan import KeptKV, Plan, Region, plan_regions, plan_steered
+from kp_core.plan import Plan, Region, plan_regions, plan_steered
 from kp_core.prompt.conversation import Message, placed
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.template import ChatTemplate

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
+from kp_core.errors import BusyError
+from kp_core.kv import KVTensors
 from kp_core.packs.envelope import to_json
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.pack import KnowledgePack, Prefix
 
-__all__ = ["KeptEntry"]
+if TYPE_CHECKING:
+    from kp_core.packs.store import PackStore
+
+__all__ = ["KeptEntry", "KeptKV"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,3 +80,56 @@ class KeptEntry:
         model, packs = self.model.id, sorted(set(self.packs))
         fields = {"at": self.at, "before": self.before, "model": model, "packs": packs, "words": self.words}
         return to_json({**fields, "token_ids": self.token_ids[: self.begins]}, sort_keys=True)
+
+
+@dataclass
+class KeptKV:
+    """Stored KV for the parts `start:stop` of one prompt, and the new KV that this prompt will store."""
+
+    store: PackStore
+    namespaces: frozenset[str]
+    keys: dict[tuple[int, int], KeptEntry]
+    """The store entry of each part that may be kept."""
+    is_urgent: bool = False
+    """Whether `write` finishes before the call returns."""
+    wanted: frozenset[tuple[int, int]] = frozenset()
+    """The parts whose KV will be stored."""
+    taken: list[tuple[KeptEntry, KVTensors]] = field(default_factory=list)
+
+    @property
+    def parts(self) -> Sequence[tuple[int, int]]:
+        """The parts of the prompt that may be kept, in order."""
+        return sorted(self.keys)
+
+    def has(self, start: int, stop: int) -> bool:
+        """Whether the store has KV of this part that this view may read."""
+        key = self.keys.get((start, stop))
+        return key is not None and self.store.has_kept(key, self.namespaces)
+
+    def read(self, start: int, stop: int) -> KVTensors | None:
+        """Return KV of a part on the CPU, up to `stop` or the last token in common with the stored entry, or `None`."""
+        key = self.keys.get((start, stop)) or next((key for at, key in self.keys.items() if at[0] == start), None)
+        kv = None if key is None else self.store.read_kept(key, self.namespaces)
+        return kv if kv is None or kv.tokens <= stop - start else kv.slice(0, stop - start)
+
+    def take(self, start: int, stop: int, kv: KVTensors) -> None:
+        """Collect `kv` of a part, to be stored after the answer."""
+        self.taken.append((self.keys[start, stop], kv))
+
+    def write(self, when_idle: Callable[[Callable[[], Iterator[None]]], object]) -> None:
+        """Store the collected KV: now if `is_urgent`, otherwise when the engine is idle."""
+        if self.taken and self.is_urgent:
+            deque(self._steps(), maxlen=0)
+        elif self.taken:
+            with suppress(BusyError):  # A later request can store it.
+                when_idle(self._steps)
+
+    def _steps(self) -> Iterator[None]:
+        """Store the collected KV, one entry per step; on an I/O error, skip the entry."""
+        while self.taken:
+            entry, kv = self.taken.pop(0)
+            try:
+                self.store.write_kept(entry, kv)
+            except OSError as error:
+                logger.warning("KV behind %s could not be kept: %s", ", ".join(entry.packs), error)
+            yield
