@@ -350,9 +350,10 @@ def test_synthetic_facts_are_told_apart_by_two_of_three_words() -> None:
 
 
 def test_needles_hold_their_answer() -> None:
-    for question in composition.needles(20):
-        assert sum(question.answer in text for text in question.texts) == 1
-        assert question.asked.split()[-1].rstrip("?") in next(t for t in question.texts if question.answer in t)
+    for question in packets.questions("needle", (), 5, 20):
+        [answer] = question.right
+        assert sum(answer in text for text in question.documents) == 1
+        assert question.asked.split()[-1].rstrip("?") in next(text for text in question.documents if answer in text)
 
 
 def test_a_lower_bound_is_below_the_mean_by_its_error() -> None:

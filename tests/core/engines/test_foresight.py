@@ -20,7 +20,7 @@ def test_the_longest_prompt_is_what_memory_or_the_model_holds(tmp_path, monkeypa
     much = (seen.weight_bytes, 2 * seen.weight_bytes // 4 // seen.bytes_per_token)
     for left, expected in ((10 * seen.bytes_per_token, 10), (-1, 0), much):
         room = seen.weight_bytes + left
-        monkeypatch.setattr("kp_core.engines.hf.loading.memory_bytes", lambda _, room=room: room)
+        monkeypatch.setattr("kp_core.engines.hf.foresight.memory_bytes", lambda _, room=room: room)
         assert foresee(tmp_path, "float32").longest_prompt == expected
 
 
