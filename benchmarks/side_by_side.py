@@ -2,7 +2,7 @@
 
 The other checkout is `--other`, or a worktree of the revision `--rev` made for the run. Each side is a process that
 stays up (`benchmarks.side_worker`); they are asked in turn, one pair after the other, so that a noisy machine is noisy
-to both:
+to both. A process may be 4 % faster than another for all of its life, so both are started again `--starts` times:
 
 - first token: the handle of a stored pack that is warm in memory, another question each time, one token generated.
 - decoding: seconds a token of an answer of `--answer` tokens behind a prompt of so many that is warm in memory.
@@ -139,9 +139,26 @@ def _prefill(side: _Side, said: str) -> _Ask:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures, as the JSON file holds them."""
-    text = "\n".join(map(str, common.read_passages(_FACTS)))
+    took: dict[str, list[list[float]]] = {}
     with ExitStack() as stack:
         other = arguments.other or stack.enter_context(_worktree(arguments.rev))
+        for start in range(starts := max(1, min(arguments.starts, arguments.pairs))):
+            pairs = len(range(start, arguments.pairs, starts))
+            for name, seconds in _one_start(arguments, other, pairs):
+                before = took.setdefault(name, [[] for _ in seconds])
+                for all_seconds, more in zip(before, seconds, strict=True):
+                    all_seconds.extend(more)
+    rows = {name: compared(new, old) for name, (new, old, *_) in took.items()}
+    *_, (name, (new, old, plain)) = took.items()
+    rows |= {f"{name}, to one forward pass": compared(new, plain)}
+    rows |= {"the other's, to one forward pass": compared(old, plain)}
+    return {"dtype": arguments.dtype, "pairs": arguments.pairs, "rows": rows}
+
+
+def _one_start(arguments: argparse.Namespace, other: Path, pairs: int) -> Iterator[tuple[str, list[list[float]]]]:
+    """What is measured, with the seconds of this checkout and of `other`; prefill, last, with those of transformers."""
+    text = "\n".join(map(str, common.read_passages(_FACTS)))
+    with ExitStack() as stack:
         sides = [stack.enter_context(_started(arguments, checkout)) for checkout in (_HERE, other)]
         hf = stack.enter_context(_started(arguments, _HERE, "--plain"))
 
@@ -156,14 +173,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for tokens in arguments.behind:
             said = cut(tokens)["text"]
             asked[f"decoding behind {tokens}"] = [_decode(side, said, arguments.answer) for side in sides]
-        rows = {name: compared(*_in_turn(name, arguments.pairs, asks)) for name, asks in asked.items()}
-        prompt, name = cut(arguments.tokens), f"prefill of {arguments.tokens}"
-        asks = [*(_prefill(side, prompt["text"]) for side in sides), lambda _: hf.ask("forward", ids=prompt["ids"])]
-        new, old, plain = _in_turn(name, arguments.pairs, asks)
-        rows[name] = compared(new, old)
-        rows[f"{name}, to one forward pass"] = compared(new, plain)
-        rows["the other's, to one forward pass"] = compared(old, plain)
-    return {"dtype": arguments.dtype, "pairs": arguments.pairs, "rows": rows}
+        prompt = cut(arguments.tokens)
+        asked[f"prefill of {arguments.tokens}"] = [
+            *(_prefill(side, prompt["text"]) for side in sides),
+            lambda _: hf.ask("forward", ids=prompt["ids"]),
+        ]
+        for name, asks in asked.items():
+            yield name, _in_turn(name, pairs, asks)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -172,6 +188,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--other", type=Path, metavar="PATH", help="the other checkout")
     parser.add_argument("--rev", default="e54cf58", help="its revision, without --other; default: %(default)s")
     parser.add_argument("--pairs", type=int, default=20, metavar="N", help="default: %(default)s")
+    parser.add_argument("--starts", type=int, default=4, metavar="N", help="of the processes; default: %(default)s")
     parser.add_argument("--packs", type=int, nargs="+", default=[1000, 4000], metavar="N", help="tokens of packs")
     parser.add_argument(
         "--behind", type=int, nargs="*", default=[50, 1000, 4000], metavar="N", help="tokens decoded behind"

@@ -49,6 +49,7 @@ _HALF, _STEP = TILE // 2, 32
 """Of a tile of which a row sees at most `_HALF` keys, only these are read, in steps of `_STEP` (`keys_to_read`)."""
 
 _sdpa = nn.functional.scaled_dot_product_attention
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001 - no public function
 
 
 class Sees(NamedTuple):
@@ -137,8 +138,7 @@ def tile_of_each(
     bit. Returns the results, shaped as the rows, and their log-sum-exps, `(batch, kv_heads, rows)`, both from the CPU
     kernel of flash attention.
     """
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - no public function returns it
-    output, weight = kernel(grouped, key, value, 0.0, False, attn_mask=mask, scale=scale)  # noqa: FBT003
+    output, weight = _flash(grouped, key, value, 0.0, False, attn_mask=mask, scale=scale)  # noqa: FBT003
     return output, weight
 
 
@@ -152,8 +152,9 @@ def keys_to_read(visible: int) -> int:
 
 def tiles_of(side: Tensor, tiles: range) -> Tensor:
     """Tiles of keys or values `(1, kv_heads, tokens, dim)`, as views: `(tiles, kv_heads, TILE, dim)`."""
-    part = side[0, :, tiles.start * TILE : tiles.stop * TILE]
-    return part.view(len(part), len(tiles), TILE, side.shape[3]).transpose(0, 1)
+    _, head, token, number = side.stride()
+    shape, strides = (len(tiles), side.shape[1], TILE, side.shape[3]), (TILE * token, head, token, number)
+    return side.as_strided(shape, strides, side.storage_offset() + tiles.start * strides[0])
 
 
 def joined(outputs: list[Tensor], weights: list[Tensor], dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
@@ -219,7 +220,10 @@ def _of_rows(  # noqa: PLR0913
             continue
         mask, blind = (None, None) if tiles is past else _mask(positions, share, extra, tiles, sees, query.dtype)
         of_each_tile = grouped.expand(len(tiles), -1, -1, -1)
-        output, weight = tile_of_each(of_each_tile, tiles_of(key, tiles), tiles_of(value, tiles), mask, scale)
+        keys, values = tiles_of(key, tiles), tiles_of(value, tiles)
+        if new == len(tiles) == 1 and (count := keys_to_read(positions[0] % TILE + 1)) < TILE:
+            keys, values, mask = keys[:, :, :count], values[:, :, :count], None if mask is None else mask[..., :count]
+        output, weight = tile_of_each(of_each_tile, keys, values, mask, scale)
         outputs.append(output)
         weights.append(weight if blind is None else weight.masked_fill(blind, -torch.inf))
     if sinks is not None:
@@ -272,11 +276,12 @@ def _whole_tiles(key: Tensor, value: Tensor, stop: int) -> tuple[Tensor, Tensor]
 
     Those of a buffer already have whole tiles.
     """
-    missing_tokens = -(-stop // TILE) * TILE - key.shape[2]
-    missing_width = key.shape[3] - value.shape[3]
-    if missing_tokens > 0 or missing_width > 0:
-        key = nn.functional.pad(key, (0, 0, 0, max(missing_tokens, 0)))
-        value = nn.functional.pad(value, (0, max(missing_width, 0), 0, max(missing_tokens, 0)))
+    whole, missing_width = -(-stop // TILE) * TILE, max(key.shape[3] - value.shape[3], 0)
+    if key.shape[2] < whole or missing_width:
+        key, value = key[:, :, :whole], value[:, :, :whole]
+        missing_tokens = whole - key.shape[2]
+        key = nn.functional.pad(key, (0, 0, 0, missing_tokens))
+        value = nn.functional.pad(value, (0, missing_width, 0, missing_tokens))
     return key, value
 
 

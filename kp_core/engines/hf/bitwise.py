@@ -72,6 +72,8 @@ class PackedLinear:
             weights: list[Tensor] = [layer.weight for layer in layers]
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001 - as torch's compiler does
+            # The overload itself: torch would look it up again at each call.
+            self._multiply = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
             biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
             self._bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
         for at, layer in enumerate(layers):
@@ -84,8 +86,7 @@ class PackedLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """The outputs of all layers for `rows`, side by side: `(..., in_features)` to `(..., out_features)`."""
-        count = rows.numel() // self.in_features
-        if count >= self.rows:
+        if self.rows == 1 or (count := rows.numel() // self.in_features) >= self.rows:
             return self._product(rows)
         padded = rows.reshape(1, count, -1).expand(-(-self.rows // max(count, 1)), -1, -1).flatten(0, 1)[: self.rows]
         return self._product(padded)[:count].reshape(*rows.shape[:-1], self.out_features)
@@ -104,7 +105,7 @@ class PackedLinear:
         return last[1][at]
 
     def _product(self, rows: Tensor) -> Tensor:
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")  # noqa: SLF001
+        output: Tensor = self._multiply(rows, self._weight, self._bias, "none", [], "")
         return output
 
 

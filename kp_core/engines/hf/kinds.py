@@ -18,7 +18,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kp_core.engines.local.buffer import TILE, BufferLayer, CacheShape, KVBuffer, StateShape
+from kp_core.engines.local.buffer import BufferLayer, CacheShape, KVBuffer, StateShape
 from kp_core.errors import UnsupportedModelError
 
 __all__ = [
@@ -212,12 +212,13 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
             self._layer.write(key_states, value_states)
             stop = self._layer.length
         else:
-            self._layer.put(key_states, value_states, self._places, self._stop)
+            self._layer.put(key_states, value_states, self._places)
             stop = self._stop
         if self._ends_pass:
             raise LayersDone
-        keys, values = self._layer.until(-(-stop // TILE) * TILE if self._in_tiles else stop)
-        return (keys[:, :, start:], values[:, :, start:]) if start else (keys, values)
+        if self._in_tiles:
+            return self.keys, self.values
+        return self.keys[:, :, start:stop], self.values[:, :, start:stop]
 
     def get_seq_length(self) -> int:
         """Number of filled tokens."""

@@ -90,26 +90,17 @@ class BufferLayer:
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values, self.length = keys, values, 0
 
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new tokens. Returns views of all filled tokens."""
-        self.write(keys, values)
-        return self.until(self.length)
-
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Append the new tokens."""
-        start, self.length = self.length, self.length + keys.shape[2]
-        self.keys[:, :, start : self.length] = keys
-        self.values[:, :, start : self.length] = values
+        start, count = self.length, keys.shape[2]
+        self.length = start + count
+        self.keys.narrow(2, start, count).copy_(keys)
+        self.values.narrow(2, start, count).copy_(values)
 
-    def put(self, keys: Tensor, values: Tensor, places: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-        """Write tokens to `places`; `length` stays. Returns views of the first `stop` tokens."""
+    def put(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
+        """Write tokens to `places`; `length` stays."""
         self.keys.index_copy_(2, places, keys)
         self.values.index_copy_(2, places, values)
-        return self.until(stop)
-
-    def until(self, stop: int) -> tuple[Tensor, Tensor]:
-        """Views of the first `stop` tokens."""
-        return self.keys[:, :, :stop], self.values[:, :, :stop]
 
 
 class KVBuffer:
