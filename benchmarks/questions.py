@@ -2,7 +2,7 @@
 
 Each set is an endless or finite stream of questions, drawn from a seed. One of the documents (or two, of *hotpot*)
 holds what is asked for; the others are of the same kind. Documents are brought to the asked size with sentences that
-answer nothing.
+answer nothing, before and behind.
 
 - needle: a code among codes that differ in the name of their harbour alone.
 - world: one attribute of one town, of an invented country.
@@ -188,11 +188,15 @@ def _shortened(text: str, tokens: int, encode: Callable[[str], Sequence[int]]) -
 
 
 def _sized(text: str, tokens: int, draw: random.Random, encode: Callable[[str], Sequence[int]]) -> str:
-    """`text` with sentences that answer nothing behind it, up to about `tokens` tokens; longer texts stay whole."""
+    """`text` among sentences that answer nothing, of about `tokens` tokens in all; longer texts stay whole.
+
+    Where `text` stands among them is drawn: composers that compute the beginning of each pack shall gain nothing by it.
+    """
     town = draw.choice(_FIRST) + draw.choice(_LAST)
     fillers = draw.sample(_FILLERS, len(_FILLERS))
     for at in counted():
-        longer = f"{text} {fillers[at % len(fillers)].format(town=town)}"
+        filler = fillers[at % len(fillers)].format(town=town)
+        longer = f"{text} {filler}" if draw.random() < 0.5 else f"{filler} {text}"
         if len(encode(longer)) > tokens:
             return text
         text = longer

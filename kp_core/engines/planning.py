@@ -19,7 +19,6 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.kept import KeptEntry, KeptKV
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
-from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackView, explicit_packs
 from kp_core.plan import Plan, Region, plan_regions, plan_steered
 from kp_core.prompt.conversation import Message, placed
@@ -267,7 +266,7 @@ class Planner:
         steered prompt. Raises `OptionError` for a `keep_in` that the view may not read.
         """
         view = request.view
-        if view is None or not isinstance(view.source, PackStore):
+        if view is None:
             return None
         if request.keep_in is not None and request.keep_in not in view.namespaces:
             raise OptionError(f"Got keep_in={request.keep_in!r}; expected one of the view: {sorted(view.namespaces)}.")

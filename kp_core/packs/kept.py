@@ -20,7 +20,7 @@ from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.pack import KnowledgePack, Prefix
 
 if TYPE_CHECKING:
-    from kp_core.packs.store import PackStore
+    from kp_core.packs.view import Packs
 
 __all__ = ["KeptEntry", "KeptKV"]
 
@@ -86,7 +86,7 @@ class KeptEntry:
 class KeptKV:
     """Stored KV for the parts `start:stop` of one prompt, and the new KV that this prompt will store."""
 
-    store: PackStore
+    store: Packs
     namespaces: frozenset[str]
     keys: dict[tuple[int, int], KeptEntry]
     """The store entry of each part that may be kept."""

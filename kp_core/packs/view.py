@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from kp_core.errors import KnowledgePackError, PackError, PackNotFoundError, PromptError
 from kp_core.packs.blobs import Blobs
@@ -17,6 +17,10 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.recognise import Recogniser
+
+if TYPE_CHECKING:
+    from kp_core.kv import KVTensors
+    from kp_core.packs.kept import KeptEntry
 
 __all__ = ["TRUSTED_ROLES", "Mismatch", "PackRef", "PackView", "Packs", "Segment", "explicit_packs", "usable"]
 
@@ -60,6 +64,8 @@ class Packs(ABC):
 
     blobs: Blobs | None = None
     """Where the packs' bytes lie; measurements on the packs are stored beside them."""
+    keep_bytes: int = 0
+    """Most bytes of KV that is kept for later requests; with 0, no KV is kept, and none is asked for."""
 
     @cached_property
     def recogniser(self) -> Recogniser:
@@ -105,6 +111,18 @@ class Packs(ABC):
     def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]]) -> None:  # noqa: ARG002
         """Look up several entries in parallel, for stores where each access is slow."""
         return
+
+    def has_kept(self, entry: KeptEntry, namespaces: Collection[str]) -> bool:  # noqa: ARG002
+        """Return whether there is KV for `entry` that a view of these `namespaces` may read."""
+        return False
+
+    def read_kept(self, entry: KeptEntry, namespaces: Collection[str]) -> KVTensors | None:  # noqa: ARG002
+        """Return the KV of the tokens that `entry` and the kept entry have in common, or `None`."""
+        return None
+
+    def write_kept(self, entry: KeptEntry, kv: KVTensors) -> bool:  # noqa: ARG002
+        """Keep `kv` for `entry`; returns whether there was room for it."""
+        return False
 
     def view(self, *namespaces: str, trusted_roles: Collection[str] = TRUSTED_ROLES) -> PackView:
         """Return the view of a conversation: these namespaces, and the roles that may bring handles."""
