@@ -49,7 +49,8 @@ _HALF, _STEP = TILE // 2, 32
 """Of a tile of which a row sees at most `_HALF` keys, only these are read, in steps of `_STEP` (`keys_to_read`)."""
 
 _sdpa = nn.functional.scaled_dot_product_attention
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001 - no public function
+# No public function returns the log-sum-exps.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001
 
 
 class Sees(NamedTuple):
@@ -221,6 +222,7 @@ def _of_rows(  # noqa: PLR0913
         mask, blind = (None, None) if tiles is past else _mask(positions, share, extra, tiles, sees, query.dtype)
         of_each_tile = grouped.expand(len(tiles), -1, -1, -1)
         keys, values = tiles_of(key, tiles), tiles_of(value, tiles)
+        # A lone row in its first tile, as when a short prompt is answered, need not read the whole tile.
         if new == len(tiles) == 1 and (count := keys_to_read(positions[0] % TILE + 1)) < TILE:
             keys, values, mask = keys[:, :, :count], values[:, :, :count], None if mask is None else mask[..., :count]
         output, weight = tile_of_each(of_each_tile, keys, values, mask, scale)

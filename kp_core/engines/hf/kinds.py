@@ -182,7 +182,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
 
     It returns the first tokens of the buffer, up to the new ones or up to `stop`. With a `window`, it returns of them
     what the new tokens may see, as the cache of transformers does, so masks and sums are the same. With `in_tiles`, it
-    returns whole tiles. With `ends_pass`, it raises `LayersDone` when the tokens are written.
+    returns the whole buffer. With `ends_pass`, it raises `LayersDone` when the tokens are written.
     """
 
     def __init__(  # noqa: PLR0913
@@ -244,9 +244,10 @@ class _LayerAndStates(_Layer, LinearAttentionAndFullAttentionLayer):  # type: ig
 def placed_cache_of(
     buffer: KVBuffer, places: Tensor, stop: int, *, goes_on: bool = False, in_tiles: bool = False
 ) -> Cache:
-    """A cache that writes new tokens to `places` of `buffer`, and returns its first `stop` tokens or their whole tiles.
+    """A cache that writes new tokens to `places` of `buffer`, and returns its first `stop` tokens.
 
-    Unless the pass `goes_on`, `LayersDone` is raised when the last layer of the buffer has its keys and values.
+    With `in_tiles`, it returns the whole buffer. Unless the pass `goes_on`, `LayersDone` is raised when the last layer
+    of the buffer has its keys and values.
     """
     last = buffer.layers[-1]
     return Cache(
@@ -261,7 +262,7 @@ def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = (), *, in_tiles: 
     """A cache that reads and writes `buffer`.
 
     `windows` is that of the model's `CacheKind`; without it, every layer keeps KV and sees all of it. With `in_tiles`,
-    layers return whole tiles for tiled attention, which applies the windows itself.
+    layers return the whole buffer for tiled attention, which applies the windows itself.
     """
     view = buffer.view
     if not isinstance(view, Cache):
