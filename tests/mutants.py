@@ -117,8 +117,8 @@ FAULTS = (
     ),
     Fault(
         "kp_core/engines/hf/bitwise.py",
-        "if count >= self.rows:",
-        "if count >= 1:",
+        "(count := rows.numel() // self.in_features) >= self.rows:",
+        "(count := rows.numel() // self.in_features) >= 1:",
         f"{_ENGINES}/test_packed.py {_ENGINES}/test_attention.py",
     ),
     Fault(
