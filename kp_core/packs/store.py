@@ -100,10 +100,9 @@ class PackStore(Packs):
             raise
         self._is_configured = bool(secret) or self.blobs.is_far
         self._uses = LastUse(self.blobs)
-        # Nothing that the store holds refers back to it: in a cycle, the garbage collector would flush in any thread,
-        # also in that of fsspec, which would then wait for itself.
+        # Nothing that the store holds refers back to it, so it ends when it is dropped.
         self._peeked = lru_cache(_PEEKED_PACKS)(partial(_peek, self.blobs, self.secrets))
-        weakref.finalize(self, self._uses.flush)
+        weakref.finalize(self, self._uses.drop).atexit = False
         # The packs and namespaces of each kept entry and version, so that deleting packs reads no entry twice.
         self._owners: dict[tuple[Handle, str], frozenset[str]] = {}
         # Threads free space one at a time, so that together they stay within the bound.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+from collections import deque
 from contextlib import suppress
+from typing import ClassVar
+from weakref import WeakSet
 
-from kp_core.errors import PackCorruptError
+from kp_core.errors import KnowledgePackError, PackCorruptError
 from kp_core.packs.blobs import Blobs
 from kp_core.packs.envelope import from_json, mapping, to_json
 from kp_core.packs.secret import is_made
@@ -25,7 +29,15 @@ class LastUse:
     loses the last minute.
     """
 
+    _dropped: ClassVar[deque[LastUse]] = deque()
+    """Those whose store is gone. The garbage collector may drop a store in any thread, also in one that the write would
+    wait for, so they are written when a store is opened next, and when the process ends."""
+
+    _all: ClassVar[WeakSet[LastUse]] = WeakSet()
+
     def __init__(self, blobs: Blobs) -> None:
+        self._write(self._dropped)
+        self._all.add(self)
         self._blobs, self._lock = blobs, threading.Lock()
         self._times, self._noted, self._flushed = dict[str, float](), False, time.monotonic()
 
@@ -51,6 +63,21 @@ class LastUse:
             return mapping(from_json(bytes(self._blobs.read("used"))), "used")
         return {}
 
+    def drop(self) -> None:
+        """Record that the store is gone. Does nothing that could wait."""
+        self._dropped.append(self)
+
+    @classmethod
+    def write_all(cls) -> None:
+        """Write what all stores of this process recorded."""
+        cls._write(deque(cls._all))
+
+    @staticmethod
+    def _write(uses: deque[LastUse]) -> None:
+        while uses:
+            with suppress(IndexError, KnowledgePackError):  # Another thread may take the last one.
+                uses.popleft().flush()
+
     def flush(self) -> None:
         """Write the recorded times, unless the store is read-only or gone."""
         self._flushed = time.monotonic()
@@ -58,3 +85,6 @@ class LastUse:
             if self._noted and is_made(self._blobs):
                 self._noted = False
                 self._blobs.write("used", [to_json(self.times()).encode()])
+
+
+atexit.register(LastUse.write_all)

@@ -4,6 +4,8 @@ import gc
 import json
 import os
 import shutil
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -89,7 +91,7 @@ def test_two_processes_tell_each_other(tmp_path):
     one.get(handles[0])
     other.get(handles[1])
     del one, other
-    gc.collect()
+    PackStore(tmp_path)
     assert set(json.loads((tmp_path / "used").read_bytes())) == {str(handle) for handle in handles}
     assert dropped(tmp_path, handles) == [False, False, True]
 
@@ -103,23 +105,47 @@ def test_a_damaged_note_of_last_use_stops_nobody(tmp_path, junk):
     store = PackStore(tmp_path)
     store.get(handles[0])
     del store
-    gc.collect()
+    PackStore(tmp_path)
     assert str(handles[0]) in json.loads((tmp_path / "used").read_bytes())
 
 
-def test_a_store_ends_in_the_thread_that_drops_it(tmp_path):
-    """A cycle would leave it to the garbage collector, which runs in any thread, also in that of fsspec."""
+def test_the_end_of_a_process_writes_when_packs_were_used(tmp_path):
+    _, handles = filled(tmp_path)
+    (tmp_path / "used").unlink(missing_ok=True)
+    use = "import sys; from kp_core import PackStore; from kp_core.packs.handle import Handle; "
+    use += "store = PackStore(sys.argv[1]); store.get(Handle.parse(sys.argv[2]))"
+    subprocess.run([sys.executable, "-c", use, tmp_path, str(handles[1])], check=True)  # noqa: S603
+    assert [*json.loads((tmp_path / "used").read_bytes())] == [str(handles[1])]
+
+
+def test_a_store_ends_when_it_is_dropped(tmp_path):
     store, _ = filled(tmp_path)
     gone = weakref.ref(store)
     del store
     assert gone() is None
 
 
+def test_the_garbage_collector_waits_for_no_blobs(tmp_path):
+    """It runs in any thread, also in that of fsspec or of a proxy, which would then wait for itself."""
+    _, handles = filled(tmp_path)
+    blobs = Watched(tmp_path)
+    store = PackStore(blobs)
+    store.get(handles[0])
+    cycle = [store]
+    cycle.append(cycle)
+    blobs.done.clear()
+    del store, cycle
+    gc.collect()
+    assert blobs.done == []
+    PackStore(tmp_path)
+    assert str(handles[0]) in json.loads((tmp_path / "used").read_bytes())
+
+
 def test_a_store_that_was_deleted_is_not_made_again(tmp_path):
     store, _ = filled(tmp_path / "store")
     shutil.rmtree(tmp_path / "store")
     del store
-    gc.collect()
+    PackStore(tmp_path / "other")
     assert not (tmp_path / "store").exists()
 
 
