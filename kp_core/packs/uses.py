@@ -32,7 +32,6 @@ class LastUse:
     _dropped: ClassVar[deque[LastUse]] = deque()
     """Those whose store is gone. The garbage collector may drop a store in any thread, also in one that the write would
     wait for, so they are written when a store is opened next, and when the process ends."""
-
     _all: ClassVar[WeakSet[LastUse]] = WeakSet()
 
     def __init__(self, blobs: Blobs) -> None:

@@ -6,7 +6,9 @@ import torch
 from kp_core import load_engine
 from kp_core.errors import OptionError
 from kp_core.packs.kept import KeptEntry
+from kp_core.packs.pack import common_length
 from kp_core.packs.store import PackStore
+from kp_core.packs.view import Packs
 from kp_core.testing import tiny_model, tiny_tokenizer
 
 TEXTS = [
@@ -53,6 +55,45 @@ def test_a_combination_survives_a_restart_bit_for_bit(stored, placement):
     oracle = ask(fresh_engine(), store, message, placement=placement, reuse=False)
     assert torch.equal(found.logits, oracle.logits)
     assert torch.equal(first.logits, oracle.logits)
+
+
+class InMemory(Packs):
+    """The packs of a store, beside KV that is kept in memory."""
+
+    def __init__(self, store, keep_bytes):
+        self.store, self.keep_bytes, self.kept = store, keep_bytes, {}
+
+    def peek(self, handle, key=None):
+        return self.store.peek(handle, key)
+
+    def get(self, handle, key=None):
+        return self.store.get(handle, key)
+
+    def has_kept(self, entry, namespaces):
+        return entry.text in self.kept and entry.namespaces <= {*namespaces}
+
+    def read_kept(self, entry, namespaces):
+        if not self.has_kept(entry, namespaces):
+            return None
+        token_ids, kv = self.kept[entry.text]
+        return kv.slice(0, common_length(token_ids, entry.token_ids))
+
+    def write_kept(self, entry, kv):
+        self.kept[entry.text] = entry.token_ids, kv
+        return True
+
+
+def test_a_store_of_ones_own_may_keep(stored):
+    engine, store, handles = stored
+    message, own = "\n\n".join(handles) + QUESTION, InMemory(store, keep_bytes=10**9)
+    first = ask(engine, own, message, keep="always")
+    found = ask(fresh_engine(), own, message)
+    assert own.kept
+    assert computed_of_packs(found) <= 0
+    assert torch.equal(found.logits, first.logits)
+    mute = InMemory(store, keep_bytes=0)
+    ask(fresh_engine(), mute, message, keep="always")
+    assert not mute.kept
 
 
 def test_a_plan_says_what_will_be_read(tmp_path):
