@@ -1,11 +1,14 @@
 """Do composed packs answer as well as their text, and how much sooner? The yardstick for composers.
 
-A question counts when its text answers it right and no knowledge does not (whole words of the normalised answer). Its
-documents are packs behind one another, in the order `given` or `shuffled` once more. One row for each of `--sets`
-(`benchmarks.questions`), number of packs, size, order and composer:
+A question counts when its text answers it right and no knowledge does not (whole words of the normalised answer); with
+`--all`, also when its text answers it wrong. Its documents are packs behind one another, in the order `given` or
+`shuffled` once more. One row for each of `--sets` (`benchmarks.questions`), number of packs, size, order and composer;
+`reversed` is no composer, but the text with its documents in reverse order, and shows how far answers change by that
+alone:
 
 - `kept`: share of the questions that exact composition answers right which this composer answers right, too, with its
   95 % interval (Wilson), `low` to `high`; `lost` and `won` count the answers that only exact, or only it, has right.
+  `right` are all that it has right.
 - `kl`: nats a token by which the composer finds the answer of exact composition less likely than exact does.
 - `ttft_s`: median time to the first token of the first `--timed` questions that count, alone, with the packs in the
   store and nothing in memory but the system head; `text_s` that of the plain string, `floor_s` that of another question
@@ -44,14 +47,18 @@ from kp_core.errors import OptionError
 
 __all__ = ["COLUMNS", "main", "row", "run"]
 
-_COMPOSERS = ("splice", "blend:r=0.15,rule=first", "blend:r=0.15,rule=deviation", "blend:r=0.15,rule=attention")
+_REVERSED = "reversed"
+_COMPOSERS = (
+    *("splice", "blend:r=0.15,rule=first", "blend:r=0.15,rule=deviation", "blend:r=0.15,rule=attention"),
+    *("select", _REVERSED),
+)
 _ANSWER = 20
 """Tokens of an answer, at most."""
 _MOST_TRIED = 6
 _AT_ONCE = 8
 COLUMNS = (
     *("set", "packs", "tokens", "order", "composer", "n", "exact_right", "kept", "low", "high", "lost", "won", "kl"),
-    *("ttft_s", "text_s", "floor_s", "ratio", "computed", "bytes", "asked"),
+    *("right", "ttft_s", "text_s", "floor_s", "ratio", "computed", "bytes", "asked"),
 )
 """Of every row; `None` where it was not measured."""
 _Record = dict[str, Any]
@@ -66,16 +73,19 @@ def _measured(  # noqa: PLR0913
     composers: Sequence[str],
     *,
     timed: bool,
+    every: bool,
 ) -> _Record:
     """What the text, exact composition and each of `composers` say of a question, and how long they take if `timed`."""
     reset = common.reset if timed else lambda _: None
     text = common.prompt(documents, question.asked)
     reset(engine)
     read, known = (engine.generate(each, max_tokens=_ANSWER) for each in (text, common.prompt((), question.asked)))
-    if common.contains(known.text, question.answer) or not common.contains(read.text, question.answer):
+    is_right = common.contains(read.text, question.answer)
+    if common.contains(known.text, question.answer) or not (is_right or every):
         return {"counts": False}
     packs = list(engine.build_packs(documents, progress=False))
-    prompt = common.prompt([store.put(pack) for pack in packs], question.asked)
+    handles = [store.put(pack) for pack in packs]
+    prompt = common.prompt(handles, question.asked)
     options: dict[str, Any] = {"view": store.view("default"), "keep": "never"}
     record: _Record = {"counts": True, "composers": {}, "bytes": sum(pack.kv.nbytes for pack in packs if pack.kv)}
     if timed:
@@ -85,9 +95,11 @@ def _measured(  # noqa: PLR0913
     exact_text, exact_loss = "", 0.0
     for composer in ("exact", *composers):
         reset(engine)
-        answer = engine.generate(prompt, composer=composer, max_tokens=_ANSWER, **options)
+        asked = common.prompt(handles[::-1], question.asked) if composer == _REVERSED else prompt
+        method = "exact" if composer == _REVERSED else composer
+        answer = engine.generate(asked, composer=method, max_tokens=_ANSWER, **options)
         exact_text = exact_text or answer.text
-        loss = math.log(engine.perplexity(prompt, exact_text, composer=composer, **options))
+        loss = math.log(engine.perplexity(asked, exact_text, composer=method, **options))
         exact_loss = loss if composer == "exact" else exact_loss
         record["composers"][composer] = {
             "right": common.contains(answer.text, question.answer),
@@ -140,6 +152,7 @@ def row(records: Sequence[_Record], composer: str) -> dict[str, Any]:
         "high": interval.high if interval else None,
         "lost": sum(exact) - both,
         "won": sum(right) - both,
+        "right": sum(right),
         "kl": common.mean(one["kl"] for one in mine),
         "bytes": common.mean(record["bytes"] for record in records),
         **times,
@@ -163,14 +176,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         store = PackStore(folder)
         for (kind, packs, tokens), order in product(cells, arguments.orders):
             about = {"set": kind, "packs": packs, "tokens": tokens, "order": order}
-            key = json.dumps([*about.values(), arguments.dtype, arguments.seed, arguments.timed, composers])
+            asked_for = arguments.dtype, arguments.seed, arguments.timed, composers, arguments.all
+            key = json.dumps([*about.values(), *asked_for])
             found = of_file(arguments.data) if of_own else questions(kind, packs, tokens, encode, arguments.seed)
 
             def measure(number: int, question: Question, is_timed: bool, order: str = order) -> _Record:  # noqa: FBT001
                 documents = list(question.documents)
                 if order == "shuffled":
                     random.Random(number).shuffle(documents)  # noqa: S311
-                return _measured(engine, store, question, documents, composers, timed=is_timed)
+                return _measured(engine, store, question, documents, composers, timed=is_timed, every=arguments.all)
 
             task = progress.add_task(", ".join(map(str, about.values())), total=arguments.limit)
             records: list[_Record] = []
@@ -229,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--timed", type=int, default=20, metavar="N", help="questions asked alone; default: %(default)s"
     )
+    parser.add_argument("--all", action="store_true", help="count questions that their text answers wrong, too")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the questions; default: %(default)s")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw kept answers and divergence")
     arguments = parser.parse_args(argv)
@@ -240,11 +255,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         parser.error("the set hotpot needs two facts; expected --packs from 2 on")
     try:
         for composer in arguments.composers:
-            composer_of(composer)
+            if composer != _REVERSED:
+                composer_of(composer)
     except OptionError as error:
         parser.error(str(error))
     figures = run(arguments)
-    shown = ("packs", "tokens", "order", "composer", "n", "exact_right", "kept", "low", "high", "lost", "won", "kl")
+    shown = ("packs", "tokens", "composer", "n", "exact_right", "right", "kept", "low", "high", "lost", "won", "kl")
     for title, columns in (
         ("Answers", shown),
         ("Time", ("packs", "tokens", "order", "composer", "ttft_s", "text_s", "floor_s", "ratio", "computed", "bytes")),

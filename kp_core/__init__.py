@@ -102,7 +102,7 @@ def bundled_model() -> Path:
 
 _PLACES = {
     "bundled": "bundled_embedder",
-    "compose": "BlendComposer Composer ExactComposer NaiveComposer PacketComposer SpliceComposer",
+    "compose": "BlendComposer Composer ExactComposer NaiveComposer PacketComposer SelectComposer SpliceComposer",
     "engines.base": "Engine TokenStream",
     "engines.comparing": "Calibration Comparison calibrate_composer compare_composers",
     "engines.local.tree": "PrefixTree",

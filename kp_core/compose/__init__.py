@@ -10,6 +10,7 @@ from kp_core.compose.blend import BlendComposer
 from kp_core.compose.exact import ExactComposer
 from kp_core.compose.naive import NaiveComposer
 from kp_core.compose.packet import PacketComposer, Wrapper, laid_out, load_wrapper, save_wrapper
+from kp_core.compose.select import SelectComposer
 from kp_core.compose.splice import SpliceComposer
 from kp_core.errors import OptionError
 
@@ -21,6 +22,7 @@ __all__ = [
     "NaiveComposer",
     "PacketComposer",
     "Region",
+    "SelectComposer",
     "SpliceComposer",
     "Wrapper",
     "composer_of",
@@ -35,6 +37,7 @@ _NAMED: Mapping[str, Callable[..., Composer]] = {
     "exact": ExactComposer,
     "naive": NaiveComposer,
     "packet": PacketComposer.load,
+    "select": SelectComposer,
     "splice": SpliceComposer,
 }
 
@@ -56,7 +59,7 @@ def composer_of(name: str) -> Composer:
         return _NAMED[method](**parameters)
     except (KeyError, TypeError) as error:
         raise OptionError(
-            f"Got composer={name!r}; expected one of {', '.join(_NAMED)}, `blend` with parameters as in "
-            "'blend:r=0.3,rule=deviation', 'packet:wrapper=FILE', or a composer of your own with `exact`, `key`, "
-            "`regions` and `fill`."
+            f"Got composer={name!r}; expected one of {', '.join(_NAMED)}, with parameters as in "
+            "'select:most=2', 'blend:r=0.3,rule=deviation', 'packet:wrapper=FILE', or a composer of your own with "
+            "`exact`, `key`, `regions` and `fill`."
         ) from error

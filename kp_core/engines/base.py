@@ -12,11 +12,12 @@ from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan import Limit, Plan
 
-__all__ = ["CAPABILITIES", "CachingEngine", "Engine", "FinishReason", "TokenStream", "refusal"]
+__all__ = ["CAPABILITIES", "AttendingEngine", "CachingEngine", "Engine", "FinishReason", "TokenStream", "refusal"]
 
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "cancelled"]
 
 CAPABILITIES = {
+    "attention": "attention weights on packs, which `composer='select'` chooses by (`AttendingEngine`)",
     "batch": "answers that are asked for at the same time, one forward pass for the next token of all",
     "bitwise": "the same bits however a prompt is cut into passes, cached, batched or restarted",
     "cache": "a prefix tree that can be looked into, cleared and pinned (`CachingEngine`)",
@@ -130,6 +131,17 @@ class CachingEngine(Engine, Protocol):
 
     def refresh(self) -> None:
         """Start to use the model as it is now. Raises `BusyError` while KV is pinned or in use."""
+
+
+class AttendingEngine(Engine, Protocol):
+    """An engine with the capability `attention`."""
+
+    def attention(self, plan: Plan, layers: int | None = None) -> Tensor | None:
+        """The largest attention weight of a token behind the last region on each pack of it.
+
+        The last region of `plan` is composed and holds the packs; their KV is moved there, and the tokens between them
+        are masked. Returns `(layers, heads, packs)`, of the first `layers` if given; `None` if a pack has no KV.
+        """
 
 
 def refusal(engine: Engine, name: str, capability: str, what: str) -> UnsupportedRequestError:

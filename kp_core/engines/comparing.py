@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kp_core.compose import BlendComposer, Composer, ExactComposer, PacketComposer, SpliceComposer, composer_of
+from kp_core.compose import (
+    BlendComposer,
+    Composer,
+    ExactComposer,
+    PacketComposer,
+    SelectComposer,
+    SpliceComposer,
+    composer_of,
+)
+from kp_core.engines.request import Request
 from kp_core.errors import OptionError
 from kp_core.packs.blobs import Blobs
 from kp_core.packs.pack import common_length
@@ -35,6 +44,7 @@ _COMPOSERS: tuple[Composer, ...] = (
     BlendComposer(0.15, "first"),
     BlendComposer(0.15, "deviation"),
     BlendComposer(0.15, "attention"),
+    SelectComposer(),
 )
 
 
@@ -55,6 +65,7 @@ class Comparison:
     """The same for exact composition."""
     computed_tokens: int
     approximate_tokens: int
+    unread_packs: int
 
 
 def compare_composers(
@@ -65,7 +76,7 @@ def compare_composers(
     max_tokens: int = 24,
     **options: Any,  # noqa: ANN401 - of `Request`
 ) -> tuple[Comparison, ...]:
-    """Compare each of `composers` (by default splice and the three rules of blend) with exact composition.
+    """Compare each of `composers` (by default splice, the three rules of blend, and select) with exact composition.
 
     Each answers `messages` greedily, with at most `max_tokens` tokens. Before each answer, all KV that is neither
     pinned nor in use is dropped. KV that the store keeps of earlier requests is not read. So times are those of a first
@@ -97,6 +108,7 @@ def compare_composers(
                 exact.usage.ttft_s,
                 candidate.usage.computed_tokens,
                 candidate.usage.approximate_tokens,
+                candidate.usage.unread_packs,
             )
         )
     session.clear_cache()
@@ -142,7 +154,7 @@ def calibrate_composer(
     Raises `OptionError` without questions, or when no question has packs to compose.
     """
     comparisons = [compare_composers(session, question, [composer], **options)[0] for question in questions]
-    rows = [row for row in comparisons if row.approximate_tokens]
+    rows = [row for row in comparisons if row.approximate_tokens or row.unread_packs]
     if not rows:
         raise OptionError(
             f"Got {len(comparisons)} questions, none with a pack that {composer!r} would compose; expected questions "
@@ -168,13 +180,14 @@ def calibrate_composer(
     return calibration
 
 
-def warn_of_approximation(plan: Plan, view: PackView | None, model: str, warned: set[tuple[str, str]]) -> None:
+def warn_of_approximation(plan: Plan, request: Request, model: str, warned: set[tuple[str, str]]) -> None:
     """Log a warning for each approximate composer in `plan` that no measurement has shown to be safe.
 
     `warned` collects the stores and composers, so that the warning comes once for each.
     """
-    blobs = None if view is None else view.source.blobs
-    keys = {region.composer.key for region in plan.regions if region.composer and not region.composer.exact}
+    blobs = None if request.view is None else request.view.source.blobs
+    keys = {request.composer.key} if plan.prompt.unread else set()
+    keys |= {region.composer.key for region in plan.regions if region.composer and not region.composer.exact}
     for key in keys - {"accept"}:  # `mismatch="accept"` asks for other numerics, so it needs no warning.
         if (str(blobs), key) in warned:
             continue

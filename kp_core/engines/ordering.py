@@ -13,7 +13,7 @@ from kp_core.packs.view import PackRef, Segment
 from kp_core.prompt.conversation import Turn
 from kp_core.prompt.prompt import Prompt
 
-__all__ = ["Ordering"]
+__all__ = ["Group", "Handles", "Ordering", "arranged"]
 
 _PLACES = 256  # Places of packs side by side that are remembered.
 _SEQUENCES = 256  # Sequences of packs remembered at one place, a few hundred bytes each.
@@ -24,8 +24,9 @@ Handles: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Group:
-    """Packs side by side in one message, separated by the same text; `place` identifies everything before them."""
+    """Packs side by side in turn `turn`, separated by the same text; `place` identifies everything before them."""
 
+    turn: int
     place: Hashable
     packs: tuple[PackRef, ...]
 
@@ -60,11 +61,11 @@ class Ordering:
 
         A set of packs that was sent before at the same place keeps its order, so a conversation keeps its orders.
         """
-        prompt, orders, groups = render(turns), dict[int, Handles](), _arranged(turns, {})[1]
+        prompt, orders, groups = render(turns), dict[int, Handles](), arranged(turns, {})[1]
         if is_free and groups:
             prompt, orders = self._best(turns, render, cost, prompt, groups)
         if learn and groups:
-            self._keep(_arranged(turns, orders)[1], orders)
+            self._keep(arranged(turns, orders)[1], orders)
         moved = [
             handle != original
             for at, order in orders.items()
@@ -84,24 +85,24 @@ class Ordering:
         best_cost, settled = cost(prompt), set()
         for at in range(len(given)):
             # The place of a group depends on the orders of the groups before it.
-            group = _arranged(turns, orders)[1][at]
+            group = arranged(turns, orders)[1][at]
             remembered = next((handles for handles in self._sent(group) if set(handles) == set(group.handles)), None)
             settled |= {at} if remembered else set()
             orders[at] = remembered or given[at].handles
         if any(orders[at] != tuple(pack.handle for pack in group.packs) for at, group in enumerate(given)):
-            trial = render(_arranged(turns, orders)[0])
+            trial = render(arranged(turns, orders)[0])
             if (trial_cost := cost(trial)) <= best_cost:
                 prompt, best_cost = trial, trial_cost
             else:
                 orders, settled = {}, set()
         for at in range(len(given)):
-            group = _arranged(turns, orders)[1][at]
+            group = arranged(turns, orders)[1][at]
             # KV of this order may be gone from memory while KV of another order is there.
             if at in settled and best_cost < min(len(pack.pack.token_ids) for pack in group.packs):
                 continue
             for order in self._candidates(group, partial(_stands, prompt)):
                 if order != orders.get(at, group.handles):
-                    trial = render(_arranged(turns, {**orders, at: order})[0])
+                    trial = render(arranged(turns, {**orders, at: order})[0])
                     if (trial_cost := cost(trial)) < best_cost:
                         prompt, best_cost, orders = trial, trial_cost, {**orders, at: order}
         return prompt, orders
@@ -143,7 +144,7 @@ class Ordering:
             return list(reversed(self._places.get(group.place, ())))
 
 
-def _arranged(turns: Sequence[Turn], orders: Mapping[int, Handles]) -> tuple[tuple[Turn, ...], list[Group]]:
+def arranged(turns: Sequence[Turn], orders: Mapping[int, Handles]) -> tuple[tuple[Turn, ...], list[Group]]:
     """`turns` with some groups reordered, and all groups of the result.
 
     `orders` maps the number of a group to its handles in their new order; handles that it leaves out are not sent.
@@ -151,14 +152,14 @@ def _arranged(turns: Sequence[Turn], orders: Mapping[int, Handles]) -> tuple[tup
     groups: list[Group] = []
     arranged: list[Turn] = []
     place = 0
-    for turn in turns:
+    for number, turn in enumerate(turns):
         segments: list[Segment] = []
         at = 0
         for start, stop in _runs(turn.segments):
             segments += turn.segments[at:start]
             run = turn.segments[start:stop]
             packs = tuple(segment for segment in run if isinstance(segment, PackRef))
-            groups.append(Group(hash((place, turn.role, *map(_name, segments))), packs))
+            groups.append(Group(number, hash((place, turn.role, *map(_name, segments))), packs))
             order = orders.get(len(groups) - 1)
             segments += run if order is None else _ordered(packs, run[1], order)
             at = stop

@@ -11,9 +11,10 @@ from functools import cached_property, partial
 from hashlib import blake2b
 from typing import TypeAlias
 
-from kp_core.compose import Composer, ExactComposer, NaiveComposer, PacketComposer, laid_out
+from kp_core.compose import Composer, ExactComposer, NaiveComposer, PacketComposer, SelectComposer, laid_out
 from kp_core.engines.ordering import Ordering
 from kp_core.engines.request import CompiledFor, Request
+from kp_core.engines.selecting import Selector
 from kp_core.errors import ContextOverflowError, KnowledgePackError, OptionError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
@@ -46,9 +47,10 @@ class Planner:
         identity: ModelFingerprint,
         max_positions: int,
         found: Callable[[Plan], int],
+        selector: Selector,
     ) -> None:
         """`found` returns how many tokens of a prompt, from the first on, are in memory."""
-        self._found, self._ordering = found, Ordering()
+        self._found, self._ordering, self._selector = found, Ordering(), selector
         self._template, self._identity, self._max_positions = template, identity, max_positions
         self._met, self._lock = dict[Hashable, None](), threading.Lock()
 
@@ -74,7 +76,7 @@ class Planner:
         if view is not None:
             recognise = view.recognise and request.recognise
             view = replace(view, recognise=recognise, model=self._identity, mismatch=request.mismatch)
-        prompt = self._ordering.prompt(
+        turns, unread = (
             placed(
                 messages,
                 view=view,
@@ -82,11 +84,18 @@ class Planner:
                 placement=request.placement,
                 compact=request.compact,
             ),
+            0,
+        )
+        if isinstance(request.composer, SelectComposer):
+            turns, unread = self._selector.selected(turns, request.composer, view)
+        prompt = self._ordering.prompt(
+            turns,
             partial(self._template.render_turns, shape=request.shape, thinking=request.thinking),
             lambda prompt: self._missing(prompt, request, view),
-            is_free=request.order == "free",
+            is_free=request.order == "free" and not unread,
             learn=learn,
         )
+        prompt = replace(prompt, unread=unread)
         if request.upgrade == "background" and self._is_upgraded(prompt, request, view):
             request = replace(request, composer=ExactComposer())
         plan, learned = self._sourced(prompt, request, view, learn=learn)

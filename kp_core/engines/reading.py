@@ -76,6 +76,8 @@ class Usage:
     """Tokens whose KV an approximate composer made; 0 unless one was asked for."""
     reordered_packs: int = 0
     """Packs whose order among their neighbours changed (`order="free"`)."""
+    unread_packs: int = 0
+    """Packs that were left out, because the question does not look at them (`composer="select"`)."""
     errata_tokens: int = 0
     """Tokens of `pack_tokens` that belong to errata (see `kp_core.edit`)."""
     state_bytes: int = 0
@@ -267,6 +269,7 @@ def usage_of(plan: Plan, stream: TokenStream, completion: int, ttft: float) -> U
         recognised_tokens=prompt.recognised_tokens,
         approximate_tokens=stream.approximate_tokens,
         reordered_packs=prompt.reordered,
+        unread_packs=prompt.unread,
         errata_tokens=sum(span.errata_tokens for span in prompt.spans if not span.recognised),
         state_bytes=stream.state_bytes,
     )

@@ -20,7 +20,9 @@ from functools import cache, cached_property, partial
 from statistics import fmean
 from typing import Any, TypeVar, cast
 
-from kp_core.engines.base import CachingEngine, Engine, TokenStream, refusal
+from torch import Tensor
+
+from kp_core.engines.base import AttendingEngine, CachingEngine, Engine, TokenStream, refusal
 from kp_core.engines.comparing import warn_of_approximation
 from kp_core.engines.contrast import make_steering
 from kp_core.engines.explain import Explanation, explain
@@ -38,6 +40,7 @@ from kp_core.engines.reading import (
     usage_of,
 )
 from kp_core.engines.request import CompiledFor, Request
+from kp_core.engines.selecting import Selector
 from kp_core.errors import BusyError, ContextOverflowError, OptionError, PromptError, ShortTextError
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -104,7 +107,13 @@ class Session:
 
     @cached_property
     def _planner(self) -> Planner:
-        return Planner(self.template, self.engine.identity, self.max_positions, self._found)
+        identity = self.engine.identity
+        selector = Selector(self.template, identity, self._attention, partial(self.build_packs, progress=False))
+        return Planner(self.template, identity, self.max_positions, self._found, selector)
+
+    def _attention(self, plan: Plan, layers: int | None) -> Tensor | None:
+        self._need("attention", "composer='select'")
+        return cast("AttendingEngine", self.engine).attention(plan, layers)
 
     def _found(self, plan: Plan) -> int:
         """How many tokens of a prompt, from the first on, are in memory."""
@@ -356,8 +365,8 @@ class Session:
         self._need("compose", f"composer={request.composer.key!r}", needed="composed" in sources)
         self._need("grammar", "tools and response schemas", needed=grammar is not None)
         if learn:
-            if "composed" in sources:
-                warn_of_approximation(plan, request.view, self.fingerprint.identity, self._warned)
+            if "composed" in sources or plan.prompt.unread:
+                warn_of_approximation(plan, request, self.fingerprint.identity, self._warned)
             self._compile(learned, request)
             if upgrade is not None:
                 with suppress(BusyError):  # The next such request tries again.

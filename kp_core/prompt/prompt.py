@@ -62,6 +62,8 @@ class Prompt:
     """The namespace of all other tokens if they are the prefix of a pack to compile; empty in a conversation."""
     reordered: int = field(default=0, compare=False)
     """Number of packs that stand in another order than they were given in."""
+    unread: int = field(default=0, compare=False)
+    """Number of packs that were left out (`SelectComposer`)."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

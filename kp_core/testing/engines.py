@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kp_core.compose import Composer
-from kp_core.engines.base import CAPABILITIES, CachingEngine, Engine, TokenStream
+from kp_core.engines.base import CAPABILITIES, AttendingEngine, CachingEngine, Engine, TokenStream
 from kp_core.engines.planning import Planner
 from kp_core.engines.request import Request
+from kp_core.engines.selecting import Selector
 from kp_core.engines.session import Session
 from kp_core.engines.shared import load_engine, session_of
 from kp_core.errors import KVShapeError
@@ -51,9 +52,10 @@ def _check_members(model: Engine) -> None:
     _holds("`identity` is a ModelFingerprint.", isinstance(model.identity, ModelFingerprint))
     _holds("`identity` is the same each time.", model.identity == model.identity)
     _holds("`max_positions` is a positive integer.", isinstance(model.max_positions, int) and model.max_positions > 0)
-    if "cache" in supports:
-        members = [name for name in vars(CachingEngine) if not name.startswith("_")]
-        _holds("With `cache`, it has all members of `CachingEngine`.", all(hasattr(model, name) for name in members))
+    for capability, protocol in (("cache", CachingEngine), ("attention", AttendingEngine)):
+        members = [name for name in vars(protocol) if not name.startswith("_")] if capability in supports else []
+        is_whole = all(hasattr(model, name) for name in members)
+        _holds(f"With `{capability}`, it has all members of `{protocol.__name__}`.", is_whole)
 
 
 def _check_answers(session: Session) -> None:
@@ -106,6 +108,10 @@ def _check_capabilities(session: Session) -> None:
     if {"logits", "bitwise"} <= supports:
         same = torch.equal(logits, session.prefill(_ASKED, reuse=False).logits)
         _holds("With `bitwise`, reused KV gives the same bits as computed KV.", same)
+    if {"attention", "kv"} <= supports:
+        packs = list(session.build_packs(_FACTS, compiled_for="system", progress=False))
+        selected = session.generate(_ASKED, packs=packs, composer="select:most=1", max_tokens=_TOKENS)
+        _holds("With `attention`, a question is answered from some of its packs.", selected.usage.unread_packs == 1)
     if "losses" in supports:
         stream = session.engine.run(_plan(session, forced=(1, 2, 3)))
         _holds("A forced answer gives its tokens.", list(stream) == [1, 2, 3])
@@ -171,7 +177,8 @@ def check_composer(composer: Composer, engine: Session | None = None) -> None:
 
 
 def _plan(session: Session, forced: tuple[int, ...] = (), **options: Any) -> Plan:  # noqa: ANN401 - of `Request`
-    planner = Planner(session.template, session.fingerprint, session.max_positions, lambda _: 0)
+    selector = Selector(session.template, session.fingerprint, lambda *_: None, session.build_packs)
+    planner = Planner(session.template, session.fingerprint, session.max_positions, lambda _: 0, selector)
     plan, *_ = planner.plan(_ASKED, Request.of(options))
     return replace(plan, forced=forced, token_budget=len(forced)) if forced else plan
 

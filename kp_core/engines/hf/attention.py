@@ -333,14 +333,14 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
 def _placed(  # noqa: PLR0913
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, weights: object
 ) -> Tensor:
-    """Attention with an additive `mask`. A list `weights` receives the weight of each key, `(tokens,)`."""
+    """Attention with an additive `mask`. `weights` is called with those of this layer, `(heads, new, tokens)`."""
     rows, heads, new, dim = query.shape
-    if isinstance(weights, list):
+    if callable(weights):
         factor = dim**-0.5 if scale is None else scale
         grouped = query.reshape(rows, key.shape[1], -1, dim).float()
         scores = (grouped @ key.float().mT * factor).reshape(rows, key.shape[1], -1, new, key.shape[2])
         share = scores.add_(mask[:, :, None]).softmax(dim=-1)
-        weights.append(share.sum(dim=(0, 1, 2, 3)))
+        weights(share.reshape(heads, new, key.shape[2]))
         output = share.to(value.dtype).flatten(2, 3) @ value
         return output.reshape(rows, heads, new, value.shape[3])
     if query.device.type != "cpu":  # See `_by_mask`.

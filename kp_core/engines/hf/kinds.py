@@ -241,19 +241,16 @@ class _LayerAndStates(_Layer, LinearAttentionAndFullAttentionLayer):  # type: ig
     """A layer that keeps recurrent states and KV."""
 
 
-def placed_cache_of(
-    buffer: KVBuffer, places: Tensor, stop: int, *, goes_on: bool = False, in_tiles: bool = False
-) -> Cache:
+def placed_cache_of(buffer: KVBuffer, places: Tensor, stop: int, *, layers: int, in_tiles: bool = False) -> Cache:
     """A cache that writes new tokens to `places` of `buffer`, and returns its first `stop` tokens.
 
-    With `in_tiles`, it returns the whole buffer. Unless the pass `goes_on`, `LayersDone` is raised when the last layer
-    of the buffer has its keys and values.
+    With `in_tiles`, it returns the whole buffer. After `layers` whole layers, `LayersDone` is raised when the next
+    layer of the buffer has its keys and values.
     """
-    last = buffer.layers[-1]
     return Cache(
         layers=[
-            _Layer(layer, places=places, stop=stop, ends_pass=layer is last and not goes_on, in_tiles=in_tiles)
-            for layer in buffer.layers
+            _Layer(layer, places=places, stop=stop, ends_pass=index == layers, in_tiles=in_tiles)
+            for index, layer in enumerate(buffer.layers)
         ]
     )
 

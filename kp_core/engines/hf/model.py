@@ -118,6 +118,8 @@ class CausalModel:
             lacks["batch"] = _NO_ROWS
         if why := why_not_bitwise(self, self._packed):
             lacks["bitwise"] = why
+        if "compose" in lacks:
+            lacks["attention"] = lacks["compose"]
         return lacks
 
     @property
@@ -237,15 +239,17 @@ class CausalModel:
         *,
         held: Sequence[int] | None = None,
         unseen: Sequence[int] = (),
-        weights: list[Tensor] | None = None,
+        weights: Callable[[Tensor], None] | None = None,
+        layers: int | None = None,
         logits: bool = False,
     ) -> Tensor | None:
         """Compute `ids` at `positions` and write their KV to `places` of `buffer`.
 
         Each token attends to all KV in the buffer up to its own position, except to the places `unseen`. The buffer may
-        have the first layers alone; `held` are the positions of its tokens, by default their places. `weights` takes
-        the attention weights of each layer, `(tokens,)`. With `logits`, returns those after the last of `ids`,
-        `(1, vocabulary)`. Without `logits` and `weights`, the pass stops at the keys of the last layer.
+        have the first layers alone; `held` are the positions of its tokens, by default their places. `weights` is
+        called with the attention weights of each layer, `(heads, len(ids), tokens)`, or of the first `layers`. With
+        `logits`, returns those after the last of `ids`, `(1, vocabulary)`. Without `logits` and `weights`, the pass
+        stops at the keys of the last layer.
 
         Raises `UnsupportedRequestError` if tokens of this model cannot be moved, or if its attention does not report
         weights.
@@ -264,7 +268,7 @@ class CausalModel:
                 layer.keys[:, :, hidden] = 0
                 layer.values[:, :, hidden] = 0
         key_positions[targets] = query_positions
-        mask, options = None, dict[str, Any]()
+        mask, options, seen = None, dict[str, Any](), list[None]()
         ascends = all(place < next_place for place, next_place in pairwise(places))
         if weights is None and ascends and torch.equal(key_positions, torch.arange(stop, device=device)):
             options = self._attention(list(places), buffer)
@@ -276,23 +280,26 @@ class CausalModel:
         ):
             mask = torch.zeros(1, 1, len(ids), stop, dtype=dtype, device=device)
             mask.masked_fill_(key_positions[None] > query_positions[:, None], torch.finfo(dtype).min)
-            options = {} if weights is None else {"kp_weights": weights}
-        goes_on, in_tiles = logits or weights is not None, "kp_attend" in options
+            if weights is not None:
+                options = {"kp_weights": lambda share: seen.append(weights(share))}
+        in_tiles = "kp_attend" in options
+        if layers is None:
+            layers = len(buffer.layers) if logits or weights is not None else len(buffer.layers) - 1
         last_logits = None
         with suppress(LayersDone):
             output = (self.network if logits else self.network.base_model)(
                 input_ids=torch.tensor([list(ids)], device=device),
                 position_ids=query_positions[None],
                 attention_mask=mask,
-                past_key_values=placed_cache_of(buffer, targets, stop, goes_on=goes_on, in_tiles=in_tiles),
+                past_key_values=placed_cache_of(buffer, targets, stop, layers=layers, in_tiles=in_tiles),
                 use_cache=True,
                 **options,
                 **(self._keep_last if logits else {}),
             )
             last_logits = output.logits[:, -1].clone() if logits else None
-        if weights is not None and not weights:
+        if weights is not None and not seen:
             raise UnsupportedRequestError(
-                "This model's attention does not tell what it looks at; use another rule than 'attention'."
+                "This model's attention does not report its weights; use composer='exact' or another rule of blend."
             )
         return last_logits
 

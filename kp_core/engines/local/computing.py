@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -89,14 +89,40 @@ class Computing:
     def attention(self, tokens: int, kv: KVTensors, blank: Sequence[int]) -> Tensor:
         """See `Forward.attention`."""
         self.looked_behind = True
-        weights: list[Tensor] = []
+        positions = range(max(self._start + kv.tokens, len(self._ids) - tokens), len(self._ids))
+        return self.weights(positions, kv, blank, lambda share: share.sum(dim=(0, 1))).sum(dim=0)
+
+    def weights(
+        self,
+        positions: range,
+        kv: KVTensors,
+        blank: Sequence[int],
+        reduced: Callable[[Tensor], Tensor],
+        layers: int | None = None,
+    ) -> Tensor:
+        """Attention weights of the tokens at `positions` on the region's `kv`, in all layers or the first `layers`.
+
+        `reduced` is applied to the weights of each layer, `(heads, len(positions), tokens)`; the result has one entry
+        for each layer. Tokens at the places `blank` are masked.
+        """
         stop, unseen = self._start + kv.tokens, [self._start + place for place in blank]
-        positions = range(max(stop, len(self._ids) - tokens), len(self._ids))
-        ids, places = self._ids[positions.start :], range(stop, stop + len(positions))
+        ids, places, found = (
+            self._ids[positions.start : positions.stop],
+            range(stop, stop + len(positions)),
+            list[Tensor](),
+        )
         with self._holding(kv, len(ids)):
-            self._model.forward_among(ids, positions, self._buffer, places, unseen=unseen, weights=weights)
+            self._model.forward_among(
+                ids,
+                positions,
+                self._buffer,
+                places,
+                unseen=unseen,
+                weights=lambda share: found.append(reduced(share[..., self._start : stop])),
+                layers=layers,
+            )
         self.tokens += len(ids)
-        return torch.stack(weights).sum(dim=0)[self._start : stop]
+        return torch.stack(found)
 
     @contextmanager
     def _holding(self, kv: KVTensors, tokens: int) -> Iterator[None]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kp_core.engines.base import CAPABILITIES, TokenStream
 from kp_core.engines.local.buffer import BufferPool, Cancelled, KVBuffer
-from kp_core.engines.local.fill import Run, match, prefill
+from kp_core.engines.local.fill import Run, attention, match, prefill
 from kp_core.engines.local.grammar import Grammars
 from kp_core.engines.local.scheduler import Decoding, Scheduler
 from kp_core.engines.local.tree import Node, PrefixTree
@@ -113,6 +113,11 @@ class LocalEngine:
         """See `Engine.kv`."""
         self._check()
         return _computed(self, plans)
+
+    def attention(self, plan: Plan, layers: int | None = None) -> Tensor | None:
+        """See `AttendingEngine.attention`."""
+        self._check()
+        return attention(self, plan, layers)
 
     def found(self, plan: Plan) -> int:
         """See `CachingEngine.found`."""

@@ -9,9 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kp_core.compose import Composer, PacketComposer
+from kp_core.compose.splice import laid
 from kp_core.engines.local.altered import altered
 from kp_core.engines.local.buffer import Cancelled
 from kp_core.engines.local.computing import Computing
@@ -28,7 +30,7 @@ from kp_core.prompt.prompt import Span
 if TYPE_CHECKING:
     from kp_core.engines.local.engine import LocalEngine
 
-__all__ = ["Run", "match", "prefill"]
+__all__ = ["Run", "attention", "match", "prefill"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,26 @@ def prefill(  # noqa: PLR0913 - one keyword per thing a caller may ask for
 def match(tree: PrefixTree, plan: Plan, *, logits: bool = True) -> Path:
     """The longest path in the tree for the prompt of `plan`. Release it after use."""
     return tree.match(plan.prompt.token_ids, owners=plan.owners, labels=plan.labels, logits=logits)
+
+
+def attention(engine: LocalEngine, plan: Plan, layers: int | None) -> Tensor | None:
+    """See `AttendingEngine.attention`."""
+    region = plan.regions[-1]
+    run = prefill(engine, plan.until(region.start), len(plan.prompt), logits=False)
+    try:
+        packs = run.load(region, plan)
+        if packs is None:
+            return None
+        forward = Computing(engine.model, engine.scheduler, run.buffer, plan.prompt)
+        places = [slice(span.start - region.start, span.stop - region.start) for span in region.spans]
+
+        def largest(share: Tensor) -> Tensor:
+            return torch.stack([share[..., place].amax(dim=(1, 2)) for place in places], dim=-1)
+
+        positions = range(region.stop, len(plan.prompt))
+        return forward.weights(positions, laid(region, packs, forward), region.between, largest, layers).float().cpu()
+    finally:
+        run.close()
 
 
 class Run:
@@ -230,15 +252,27 @@ class Run:
         `None` if the region must be computed from its text. Raises `KVShapeError` when the KV has another number of
         tokens than the region.
         """
-        if region.source not in ("pack", "composed") or region.span is None or not self.plan.reuse:
+        packs = self.load(region, self.plan)
+        if packs is None or region.span is None:
+            return None
+        composer = region.composer
+        kv = packs[0].kv if composer is None else self._composed(region, composer, packs)
+        if kv is None or kv.tokens != len(region):
+            raise KVShapeError(
+                f"{'The pack has' if composer is None else f'The composer {composer.key!r} made'} KV of "
+                f"{kv and kv.tokens} tokens; expected {len(region)}, as {region.span.handle} has at its position."
+            )
+        return self._model.shape.placed(kv)
+
+    def load(self, region: Region, plan: Plan) -> list[KnowledgePack] | None:
+        """The packs of a region of `plan`, with their KV; `None` if one has none for its position."""
+        if region.source not in ("pack", "composed") or region.span is None or not plan.reuse:
             return None
         spans, composer, packs = region.spans, region.composer, []
         if isinstance(composer, PacketComposer):
             loaded: Sequence[KnowledgePack | None] = [self._wrapped(span, composer) for span in spans]
         else:
-            loaded = in_threads(
-                lambda span: _stored(span, self.plan), spans, sum(span.pack.stored_bytes for span in spans)
-            )
+            loaded = in_threads(lambda span: _stored(span, plan), spans, sum(span.pack.stored_bytes for span in spans))
         for span, pack in zip(spans, loaded, strict=True):
             if pack is None or pack.kv is None:
                 logger.info("Pack %s has no KV for this position; it is computed from its text.", span.handle)
@@ -250,13 +284,7 @@ class Run:
                 )
                 return None
             packs.append(pack)
-        kv = packs[0].kv if composer is None else self._composed(region, composer, packs)
-        if kv is None or kv.tokens != len(region):
-            raise KVShapeError(
-                f"{'The pack has' if composer is None else f'The composer {composer.key!r} made'} KV of "
-                f"{kv and kv.tokens} tokens; expected {len(region)}, as {region.span.handle} has at its position."
-            )
-        return self._model.shape.placed(kv)
+        return packs
 
     def _wrapped(self, span: Span, composer: PacketComposer) -> KnowledgePack:
         """A wrapped pack with its KV: read from the store, or compiled now and kept there."""

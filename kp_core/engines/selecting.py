@@ -1,0 +1,176 @@
+"""Selects packs for a question by the model's attention (`SelectComposer`)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from kp_core.compose import SelectComposer, SpliceComposer
+from kp_core.engines.ordering import Group, Handles, arranged
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.view import PackRef, PackView, Segment
+from kp_core.plan import Plan, Region
+from kp_core.prompt.conversation import GAP, Turn
+from kp_core.prompt.template import ChatTemplate
+
+__all__ = ["Selector"]
+
+logger = logging.getLogger(__name__)
+
+Attention: TypeAlias = Callable[[Plan, int | None], Tensor | None]
+"""As `AttendingEngine.attention`."""
+
+_HEADS = 4
+_REMEMBERED = 512
+_QUERY_CHARACTERS = 600  # The end of a longer question says what is asked.
+_PROBES = (
+    ("The boats lie in the old dock. The {name} is painted {value}, and her sails are new.",
+     "Which colour has the {}?",
+     ("Aurora", "Bellona", "Cygnet", "Dolphin"), ("blue", "red", "white", "yellow")),
+    ("Opening hours vary. The key of room {name} hangs in the {value}. Ask for it in time.",
+     "Where does the key of room {} hang?",
+     ("114", "237", "352", "468"), ("kitchen", "hall", "cellar", "office")),
+    ("Last spring {name} moved house. She found work at a {value} soon after, and stayed.",
+     "Where does {} work?",
+     ("Amelia Stone", "Beatrice Hill", "Clara Wood", "Diana Field"), ("bank", "farm", "school", "theatre")),
+    ("The talks were long. The contract with {name} ends in {value}, unless it is renewed.",
+     "When does the contract with {} end?",
+     ("Lumen Ltd", "Norton & Sons", "Orbit Foods", "Paxton Rail"), ("May", "June", "October", "March")),
+)  # fmt: skip
+"""A text about several things, a question about one of them, the things, and what is said of each."""
+
+
+class Selector:
+    """Chooses which of the packs that stand side by side in a message are sent, for one model.
+
+    `attention` is that of the engine, `build` compiles texts. What was chosen at a place for a question is remembered,
+    so a conversation keeps its earlier choices, and with them its KV.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        identity: ModelFingerprint,
+        attention: Attention,
+        build: Callable[[Sequence[str]], Iterable[KnowledgePack]],
+    ) -> None:
+        self._template, self._identity, self._attention, self._build = template, identity, attention, build
+        self._chosen: OrderedDict[Hashable, Handles] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def selected(
+        self, turns: Sequence[Turn], composer: SelectComposer, view: PackView | None
+    ) -> tuple[tuple[Turn, ...], int]:
+        """The turns with the selected packs, and how many packs were left out.
+
+        Packs that have no KV yet, that are steered, corrected or of another model cannot be compared, so they and their
+        neighbours are all sent.
+        """
+        orders, unread = dict[int, Handles](), 0
+        for number, group in enumerate(arranged(turns, {})[1]):
+            placed = arranged(turns, orders)[1][number]  # Its place depends on what was chosen before it.
+            if len(group.handles) > 1:
+                chosen = self._best(placed, query_of(turns, group.turn), composer, view)
+                if len(chosen) < len(group.handles):
+                    orders[number] = chosen
+                    unread += len(group.handles) - len(chosen)
+        return (arranged(turns, orders)[0], unread) if orders else (tuple(turns), 0)
+
+    def _best(self, group: Group, query: str, composer: SelectComposer, view: PackView | None) -> Handles:
+        key = group.place, group.handles, query, composer.key
+        with self._lock:
+            if (known := self._chosen.get(key)) is not None:
+                self._chosen.move_to_end(key)
+                return known
+        packs = tuple({pack.handle: pack for pack in group.packs}.values())
+        weights = self._weights(packs, query, view)
+        if weights is None:
+            logger.info("Packs %s cannot be compared; all of them are sent.", ", ".join(group.handles))
+            return group.handles
+        chosen = tuple(packs[at].handle for at in composer.chosen(weights.tolist()))
+        with self._lock:
+            self._chosen[key] = chosen
+            if len(self._chosen) > _REMEMBERED:
+                self._chosen.popitem(last=False)
+        return chosen
+
+    def _weights(self, packs: Sequence[PackRef], query: str, view: PackView | None) -> Tensor | None:
+        """The weight of each pack, `(packs,)`: the largest of each retrieval head, summed."""
+        layers, heads = self._heads
+        largest = self._largest(packs, query, view, max(layers) + 1)
+        return None if largest is None else largest[layers, heads].sum(dim=0)
+
+    def _largest(
+        self, packs: Sequence[PackRef], query: str, view: PackView | None, layers: int | None = None
+    ) -> Tensor | None:
+        """The largest attention weight of `query` on each pack, `(layers, heads, packs)`."""
+        parts: list[Segment] = [part for pack in packs for part in (pack, GAP)]
+        prompt = self._template.render_turns([Turn("user", (*parts[:-1], GAP + query))])
+        for span in prompt.spans:
+            pack = span.pack
+            if (
+                pack.token_ids != prompt.token_ids[span.start : span.stop]
+                or pack.fingerprint != self._identity
+                or pack.steering is not None
+                or pack.edits.errata
+                or not (pack.kv or pack.stored_bytes)
+            ):
+                return None
+        if len(prompt.spans) != len(packs):
+            return None
+        start, stop = prompt.spans[0].start, prompt.spans[-1].stop
+        ids = prompt.token_ids[start:stop]
+        region = Region(start, stop, "composed", prompt.spans, SpliceComposer(), ids)
+        return self._attention(Plan(prompt, (Region(0, start, "computed"), region), packs=view), layers)
+
+    @cached_property
+    def _heads(self) -> tuple[list[int], list[int]]:
+        """Layers and heads of the retrieval heads: those with most of their weight on the pack that is asked for.
+
+        Measured once, on prompts of our own.
+        """
+        shares = []
+        for text, question, names, values in _PROBES:
+            texts = [text.format(name=name, value=value) for name, value in zip(names, values, strict=True)]
+            packs = [PackRef(str(at), pack) for at, pack in enumerate(self._build(texts))]
+            for at, name in list(enumerate(names))[::2]:
+                largest = self._largest(packs, question.format(name), None)
+                if largest is None:
+                    raise AssertionError("packs that were just built can be compared")
+                shares.append(largest[..., at] / largest.sum(dim=-1))
+        mean = torch.stack(shares).mean(dim=0)
+        best = mean.flatten().topk(min(_HEADS, mean.numel())).indices
+        return (best // mean.shape[1]).tolist(), (best % mean.shape[1]).tolist()
+
+
+def query_of(turns: Sequence[Turn], at: int) -> str:
+    """What the packs of turn `at` are read for.
+
+    The words of a user message itself; for packs elsewhere, the latest user message, with the tool call that the packs
+    answer.
+    """
+    words = _words(turns[at])
+    if turns[at].role == "user" and any(char.isalnum() for char in words):
+        return words[-_QUERY_CHARACTERS:]
+    users = [turn for turn in turns if turn.role == "user"]
+    asked = [_words(turn) for turn in users[-1:]]
+    if turns[at].role == "tool":
+        before = turns[:at]
+        asked = [_words(turn) for turn in before if turn.role == "user"][-1:]
+        calls = next((turn.tool_calls for turn in reversed(before) if turn.tool_calls), ())
+        asked += [json.dumps(call.get("arguments", call), ensure_ascii=False) for call in calls]
+    return "\n".join(asked)[-_QUERY_CHARACTERS:]
+
+
+def _words(turn: Turn) -> str:
+    """The text of a turn without its packs."""
+    return "".join(segment for segment in turn.segments if isinstance(segment, str)).strip()

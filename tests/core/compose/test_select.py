@@ -1,0 +1,133 @@
+"""Packs that are selected: the right ones, answered from exactly as their text is."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kp_core import PackStore, SelectComposer
+from kp_core.engines.selecting import query_of
+from kp_core.errors import OptionError
+from kp_core.prompt.conversation import Turn, to_turns
+from tests.conftest import tiny_engine
+
+TOWNS = ("Calder Bridge", "Port Ambrose", "Tillingfold", "Great Wenlow", "Saint Osric")
+TEXTS = [
+    f"{town} lies by the sea, and most of its houses are old. The lighthouse keeper of {town} is {name}. In winter the "
+    "ferry does not run, and the road over the hills is the only way out."
+    for town, name in zip(TOWNS, ("Ida Marsh", "Owen Thorpe", "Lena Fairlie", "Hugh Sand", "Rosa Teal"), strict=True)
+]
+SELECT = "select:most=1"
+
+
+@pytest.fixture
+def towns(smol_bf16, tmp_path):
+    """The bundled model, a view of packs about five towns, and their handles."""
+    store = PackStore(tmp_path)
+    handles = [str(store.put(pack)) for pack in smol_bf16.build_packs(TEXTS, namespace="towns", progress=False)]
+    smol_bf16.clear_cache()
+    return smol_bf16, {"view": store.view("towns"), "max_tokens": 12}, handles
+
+
+def ask(handles, town):
+    return "\n\n".join([*handles, f"Who is the lighthouse keeper of {town}?"])
+
+
+def test_the_pack_that_is_asked_for_is_read_and_no_other(towns):
+    engine, options, handles = towns
+    for town, handle in zip(TOWNS, handles, strict=True):
+        answer = engine.generate(ask(handles, town), composer=SELECT, **options)
+        assert [str(one) for one in answer.packs] == [handle]
+        assert answer.usage.unread_packs == 4
+        assert answer.usage.approximate_tokens == 0
+
+
+def test_the_answer_is_that_of_the_text_of_what_was_read(towns):
+    engine, options, handles = towns
+    answer = engine.generate(ask(handles, TOWNS[2]), composer="select:least=0,most=2", **options)
+    texts = [TEXTS[handles.index(str(handle))] for handle in answer.packs]
+    assert texts[-1] == TEXTS[2]  # The best one stands beside the question.
+    engine.clear_cache()
+    plain = engine.generate(ask(texts, TOWNS[2]), max_tokens=12)
+    assert answer.prompt.token_ids == plain.prompt.token_ids
+    assert answer.token_ids == plain.token_ids
+    assert torch.equal(answer.first_logits, plain.first_logits)
+
+
+def test_selecting_leaves_nothing_behind_that_a_plain_prompt_could_find(towns):
+    engine, options, handles = towns
+    engine.generate(ask(handles, TOWNS[1]), composer=SELECT, **options)
+    warm = engine.generate(ask(handles, TOWNS[1]), **options)
+    cold = engine.generate(ask(handles, TOWNS[1]), reuse=False, **options)
+    assert torch.equal(warm.first_logits, cold.first_logits)
+    assert warm.token_ids == cold.token_ids
+
+
+def test_an_attention_weight_is_that_of_a_forward_pass_over_the_same_kv(towns):
+    """The fast pass, which ends at the last layer that it needs, against all layers and heads."""
+    engine, options, handles = towns
+    selector = engine._planner._selector
+    view = replace(options["view"], model=engine.fingerprint)
+    packs = to_turns([{"role": "user", "content": "\n".join(handles)}], view)[0].segments[::2]
+    some = selector._largest(packs, "Who keeps it?", view, 2)
+    everything = selector._largest(packs, "Who keeps it?", view)
+    assert some.shape[0] == 2
+    assert everything.shape[2] == len(handles)
+    assert torch.equal(some, everything[:2])
+    assert 0 <= float(everything.min()) <= float(everything.max()) <= 1
+
+
+def test_an_agent_keeps_what_it_selected_and_selects_for_each_call(towns):
+    engine, options, handles = towns
+
+    def call(town):
+        arguments = {"query": f"lighthouse keeper of {town}"}
+        return {"role": "assistant", "tool_calls": [{"name": "search", "arguments": arguments}]}
+
+    result = {"role": "tool", "name": "search", "content": "\n\n".join(handles)}
+    messages = [{"role": "user", "content": "Who are the keepers?"}, call(TOWNS[3]), result]
+    first = engine.generate(messages, composer=SELECT, **options)
+    assert [str(handle) for handle in first.packs] == [handles[3]]
+    messages += [{"role": "assistant", "content": first.text}, call(TOWNS[0]), result]
+    second = engine.generate(messages, composer=SELECT, **options)
+    assert [str(handle) for handle in second.packs] == [handles[3], handles[0]]
+    assert second.prompt.token_ids[: first.prompt.spans[0].stop] == first.prompt.token_ids[: first.prompt.spans[0].stop]
+    assert second.usage.computed_tokens < len(second.prompt) - first.prompt.spans[0].stop
+
+
+def test_what_cannot_be_compared_is_sent_whole(towns, tmp_path):
+    engine, options, _ = towns
+    store = PackStore(tmp_path / "lazy")
+    handles = [str(store.put(engine.build_pack(text, namespace="towns", lazy=True))) for text in TEXTS[:2]]
+    options |= {"view": store.view("towns")}
+    answer = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
+    assert answer.usage.unread_packs == 0
+    assert [str(handle) for handle in answer.packs] == handles
+
+
+def test_packs_are_read_for_the_question_that_belongs_to_them():
+    turns = [
+        Turn("system", ("Memory.",)),
+        Turn("user", ("What is new?",)),
+        Turn("assistant", (), ({"name": "search", "arguments": {"query": "news of May"}},)),
+        Turn("tool", ("Found:",)),
+        Turn("user", ("And before?",)),
+    ]
+    assert query_of(turns, 0) == "And before?"
+    assert query_of(turns, 1) == "What is new?"
+    assert query_of(turns, 3) == 'What is new?\n{"query": "news of May"}'
+
+
+def test_the_packs_with_the_largest_weights_are_chosen():
+    assert SelectComposer(0.6, 3).chosen([0.1, 0.6, 0.3]) == [1]
+    assert SelectComposer(0.5, 3).chosen([0.1, 0.6, 0.3]) == [2, 1]
+    assert SelectComposer(0, 2).chosen([0.1, 0.6, 0.3]) == [2, 1]
+    assert SelectComposer(0, 3).chosen([0.1, 0.6, 0.3]) == [0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "name", ["select:least=-1", "select:least=2", "select:most=0", "select:most=1.5", "select:k=2"]
+)
+def test_bad_parameters_are_refused(name):
+    with pytest.raises(OptionError, match="Got"):
+        tiny_engine().generate("Hello.", composer=name)
