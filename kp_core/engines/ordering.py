@@ -161,7 +161,7 @@ def arranged(turns: Sequence[Turn], orders: Mapping[int, Handles]) -> tuple[tupl
             packs = tuple(segment for segment in run if isinstance(segment, PackRef))
             groups.append(Group(number, hash((place, turn.role, *map(_name, segments))), packs))
             order = orders.get(len(groups) - 1)
-            segments += run if order is None else _ordered(packs, run[1], order)
+            segments += run if order is None else _ordered(packs, "" if isinstance(run[1], PackRef) else run[1], order)
             at = stop
         arranged.append(turn.with_segments((*segments, *turn.segments[at:])))
         place = hash((place, turn.role, *map(_name, arranged[-1].segments)))
@@ -176,7 +176,7 @@ def _stands(prompt: Prompt, reference: PackRef) -> bool:
 
 
 def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """The ranges `start:stop` of segments in which packs alternate with the same text.
+    """The ranges `start:stop` of segments in which packs alternate with the same text, or with none.
 
     Two packs count only if the text between them has no letters or digits, because any sentence may separate two packs
     that are no list.
@@ -185,7 +185,11 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
     at = 0
     while at < len(segments):
         stop = at + 1
-        if _is_free(segments[at]):
+        while _is_free(segments[at]) and stop < len(segments) and _is_free(segments[stop]):
+            stop += 1
+        if stop > at + 1:
+            ranges.append((at, stop))
+        elif _is_free(segments[at]):
             separator = segments[at + 1] if at + 2 < len(segments) else None
             while stop + 1 < len(segments) and segments[stop] == separator and _is_free(segments[stop + 1]):
                 stop += 2

@@ -113,8 +113,9 @@ class Selector:
         self, packs: Sequence[PackRef], query: str, view: PackView | None, layers: int | None = None
     ) -> Tensor | None:
         """The largest attention weight of `query` on each pack, `(layers, heads, packs)`."""
-        parts: list[Segment] = [part for pack in packs for part in (pack, GAP)]
-        prompt = self._template.render_turns([Turn("user", (*parts[:-1], GAP + query))])
+        # A pack of memory ends its line itself.
+        parts: list[Segment] = [part for pack in packs for part in (pack, "" if pack.memory else GAP)]
+        prompt = self._template.render_turns([Turn("user").with_segments([*parts, query])])
         for span in prompt.spans:
             pack = span.pack
             if (
