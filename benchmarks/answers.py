@@ -50,7 +50,7 @@ __all__ = ["COLUMNS", "main", "row", "run"]
 _REVERSED = "reversed"
 _COMPOSERS = (
     *("splice", "blend:r=0.15,rule=first", "blend:r=0.15,rule=deviation", "blend:r=0.15,rule=attention"),
-    *("select", _REVERSED),
+    *("select:packs=1", "select", _REVERSED),
 )
 _ANSWER = 20
 """Tokens of an answer, at most."""

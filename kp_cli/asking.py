@@ -53,8 +53,9 @@ class _AskOptions(SearchOptions, ModelOptions, ReadOptions):
         str,
         typer.Option(
             metavar="NAME",
-            help="How packs behind other packs get their KV: exact, or approximately: splice, "
-            "blend:r=0.15,rule=first (or deviation, attention), packet. naive is wrong, for measuring.",
+            help="How several packs are answered: exact; select, from those that the question looks at; or "
+            "approximately: splice, blend:r=0.15,rule=first (or deviation, attention), packet. naive is wrong, for "
+            "measuring.",
         ),
     ] = "exact"
     order: Annotated[
@@ -232,6 +233,7 @@ def _name(found: Found) -> str:
 def _usage(generation: Generation) -> str:
     usage = generation.usage
     note = f" ({usage.approximate_tokens} approximate)" if usage.approximate_tokens else ""
+    note += f", {usage.unread_packs} packs not read" if usage.unread_packs else ""
     return (
         f"sent {usage.prompt_tokens} tokens, packs delivered {usage.pack_tokens}{note}; {usage.reused_tokens} reused, "
         f"{usage.computed_tokens} computed; {usage.completion_tokens} generated, first after {usage.ttft_s:.2f} s"

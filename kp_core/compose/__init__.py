@@ -60,6 +60,6 @@ def composer_of(name: str) -> Composer:
     except (KeyError, TypeError) as error:
         raise OptionError(
             f"Got composer={name!r}; expected one of {', '.join(_NAMED)}, with parameters as in "
-            "'select:most=2', 'blend:r=0.3,rule=deviation', 'packet:wrapper=FILE', or a composer of your own with "
+            "'select:packs=2', 'blend:r=0.3,rule=deviation', 'packet:wrapper=FILE', or a composer of your own with "
             "`exact`, `key`, `regions` and `fill`."
         ) from error

@@ -33,7 +33,7 @@ from kp_core.prompt.conversation import Message
 if TYPE_CHECKING:
     from kp_core.engines.session import Session
 
-__all__ = ["Calibration", "Comparison", "calibrate_composer", "compare_composers", "warn_of_approximation"]
+__all__ = ["Calibration", "Comparison", "blob_key", "calibrate_composer", "compare_composers", "warn_of_approximation"]
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,9 @@ def calibrate_composer(
     )
     view: PackView | None = options.get("view")
     if view is not None and (blobs := view.source.blobs) is not None:
-        blobs.write(_key(calibration.composer, calibration.model), [json.dumps(asdict(calibration), indent=2).encode()])
+        blobs.write(
+            blob_key(calibration.composer, calibration.model), [json.dumps(asdict(calibration), indent=2).encode()]
+        )
     return calibration
 
 
@@ -205,12 +207,13 @@ def warn_of_approximation(plan: Plan, request: Request, model: str, warned: set[
 
 def _stored(blobs: Blobs, composer: str, model: str) -> Calibration | None:
     with suppress(FileNotFoundError, TypeError, ValueError):
-        calibration = Calibration(**json.loads(bytes(blobs.read(_key(composer, model)))))
+        calibration = Calibration(**json.loads(bytes(blobs.read(blob_key(composer, model)))))
         return calibration if (calibration.composer, calibration.model) == (composer, model) else None
     return None
 
 
-def _key(composer: str, model: str) -> str:
+def blob_key(composer: str, model: str) -> str:
+    """Where a measurement of `composer` with `model` is stored beside the packs."""
     return f"composers/{blake2b(f'{model} {composer}'.encode(), digest_size=16).hexdigest()}.json"
 
 

@@ -7,14 +7,16 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import cached_property
+from contextlib import suppress
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from kp_core.compose import SelectComposer, SpliceComposer
+from kp_core.engines.comparing import blob_key
 from kp_core.engines.ordering import Group, Handles, arranged
+from kp_core.errors import PackError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef, PackView, Segment
@@ -64,6 +66,7 @@ class Selector:
         build: Callable[[Sequence[str]], Iterable[KnowledgePack]],
     ) -> None:
         self._template, self._identity, self._attention, self._build = template, identity, attention, build
+        self._found: tuple[list[int], list[int]] | None = None
         self._chosen: OrderedDict[Hashable, Handles] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -105,7 +108,7 @@ class Selector:
 
     def _weights(self, packs: Sequence[PackRef], query: str, view: PackView | None) -> Tensor | None:
         """The weight of each pack, `(packs,)`: the largest of each retrieval head, summed."""
-        layers, heads = self._heads
+        layers, heads = self._heads(view)
         largest = self._largest(packs, query, view, max(layers) + 1)
         return None if largest is None else largest[layers, heads].sum(dim=0)
 
@@ -133,12 +136,26 @@ class Selector:
         region = Region(start, stop, "composed", prompt.spans, SpliceComposer(), ids)
         return self._attention(Plan(prompt, (Region(0, start, "computed"), region), packs=view), layers)
 
-    @cached_property
-    def _heads(self) -> tuple[list[int], list[int]]:
-        """Layers and heads of the retrieval heads: those with most of their weight on the pack that is asked for.
+    def _heads(self, view: PackView | None) -> tuple[list[int], list[int]]:
+        """Layers and heads of the retrieval heads.
 
-        Measured once, on prompts of our own.
+        They are measured once for each model, and stored beside the packs, so that a new process need not measure them.
         """
+        blobs = None if view is None else view.source.blobs
+        key = blob_key("retrieval heads", self._identity.identity)
+        if self._found is None and blobs is not None:
+            with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
+                stored = json.loads(bytes(blobs.read(key)))
+                self._found = [int(at) for at in stored["layers"]], [int(at) for at in stored["heads"]]
+        if self._found is None:
+            self._found = self._measured_heads()
+            if blobs is not None:
+                with suppress(OSError, PackError):  # A store that is only read has it measured again.
+                    blobs.write(key, [json.dumps(dict(zip(("layers", "heads"), self._found, strict=True))).encode()])
+        return self._found
+
+    def _measured_heads(self) -> tuple[list[int], list[int]]:
+        """The heads with most of their weight on the pack that is asked for, on prompts of our own."""
         shares = []
         for text, question, names, values in _PROBES:
             texts = [text.format(name=name, value=value) for name, value in zip(names, values, strict=True)]

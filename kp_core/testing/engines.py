@@ -110,7 +110,7 @@ def _check_capabilities(session: Session) -> None:
         _holds("With `bitwise`, reused KV gives the same bits as computed KV.", same)
     if {"attention", "kv"} <= supports:
         packs = list(session.build_packs(_FACTS, compiled_for="system", progress=False))
-        selected = session.generate(_ASKED, packs=packs, composer="select:most=1", max_tokens=_TOKENS)
+        selected = session.generate(_ASKED, packs=packs, composer="select:packs=1", max_tokens=_TOKENS)
         _holds("With `attention`, a question is answered from some of its packs.", selected.usage.unread_packs == 1)
     if "losses" in supports:
         stream = session.engine.run(_plan(session, forced=(1, 2, 3)))

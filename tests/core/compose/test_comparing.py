@@ -39,7 +39,7 @@ def test_comparing(isles):
     assert all(row.ttft_s > 0 and row.exact_ttft_s > 0 for row in rows)
     assert {row.composer for row in compare_composers(engine, ask("Which?"), max_tokens=2, **request)} == {
         "splice",
-        "select:least=0.5,most=3",
+        "select:packs=2",
         *(f"blend:r=0.15,rule={rule}" for rule in ("first", "deviation", "attention")),
     }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kp_core import PackStore, SelectComposer
-from kp_core.engines.selecting import query_of
+from kp_core.engines.selecting import Selector, query_of
 from kp_core.errors import OptionError
 from kp_core.prompt.conversation import Turn, to_turns
 from tests.conftest import tiny_engine
@@ -17,7 +17,7 @@ TEXTS = [
     "ferry does not run, and the road over the hills is the only way out."
     for town, name in zip(TOWNS, ("Ida Marsh", "Owen Thorpe", "Lena Fairlie", "Hugh Sand", "Rosa Teal"), strict=True)
 ]
-SELECT = "select:most=1"
+SELECT = "select:packs=1"
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_the_pack_that_is_asked_for_is_read_and_no_other(towns):
 
 def test_the_answer_is_that_of_the_text_of_what_was_read(towns):
     engine, options, handles = towns
-    answer = engine.generate(ask(handles, TOWNS[2]), composer="select:least=0,most=2", **options)
+    answer = engine.generate(ask(handles, TOWNS[2]), composer="select", **options)
     texts = [TEXTS[handles.index(str(handle))] for handle in answer.packs]
     assert texts[-1] == TEXTS[2]  # The best one stands beside the question.
     engine.clear_cache()
@@ -105,6 +105,19 @@ def test_what_cannot_be_compared_is_sent_whole(towns, tmp_path):
     assert [str(handle) for handle in answer.packs] == handles
 
 
+def test_a_new_process_need_not_look_for_the_heads_again(towns, monkeypatch):
+    engine, options, handles = towns
+    engine.__dict__.pop("_planner", None)
+    first = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
+    found = engine._planner._selector._found
+    engine.__dict__.pop("_planner")
+    monkeypatch.setattr(Selector, "_measured_heads", lambda _: pytest.fail("they are stored beside the packs"))
+    again = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
+    assert engine._planner._selector._found == found
+    assert again.token_ids == first.token_ids
+    engine.__dict__.pop("_planner")
+
+
 def test_packs_are_read_for_the_question_that_belongs_to_them():
     turns = [
         Turn("system", ("Memory.",)),
@@ -119,15 +132,12 @@ def test_packs_are_read_for_the_question_that_belongs_to_them():
 
 
 def test_the_packs_with_the_largest_weights_are_chosen():
-    assert SelectComposer(0.6, 3).chosen([0.1, 0.6, 0.3]) == [1]
-    assert SelectComposer(0.5, 3).chosen([0.1, 0.6, 0.3]) == [2, 1]
-    assert SelectComposer(0, 2).chosen([0.1, 0.6, 0.3]) == [2, 1]
-    assert SelectComposer(0, 3).chosen([0.1, 0.6, 0.3]) == [0, 2, 1]
+    assert SelectComposer(1).chosen([0.1, 0.6, 0.3]) == [1]
+    assert SelectComposer(2).chosen([0.1, 0.6, 0.3]) == [2, 1]
+    assert SelectComposer(9).chosen([0.1, 0.6, 0.3]) == [0, 2, 1]
 
 
-@pytest.mark.parametrize(
-    "name", ["select:least=-1", "select:least=2", "select:most=0", "select:most=1.5", "select:k=2"]
-)
+@pytest.mark.parametrize("name", ["select:packs=0", "select:packs=1.5", "select:packs=many", "select:k=2"])
 def test_bad_parameters_are_refused(name):
     with pytest.raises(OptionError, match="Got"):
         tiny_engine().generate("Hello.", composer=name)
