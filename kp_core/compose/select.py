@@ -16,10 +16,10 @@ class SelectComposer(ExactComposer):
     """Selects packs by the model's attention, and composes these exactly.
 
     Some attention heads of a model look up what a question names (*retrieval heads*, arXiv 2404.15574). One pass of the
-    question over the stored KV of all packs gives the largest weight of these heads on each pack. Of packs that stand
-    side by side, the `packs` with the largest weights are sent, the best one last, beside the question. The answer is
-    that of the text of these packs, token for token; nothing of the others is in it, so questions about all packs (how
-    many, summarise) need `exact`.
+    question over the stored KV of all packs shows how much these heads attend to each. Of packs that stand side by
+    side, the `packs` with most attention are sent, the best one last, beside the question. The answer is that of the
+    text of these packs, token for token; nothing of the others is in it, so questions about all packs (how many,
+    summarise) need `exact`.
 
     Raises `OptionError` for `packs` below 1.
     """

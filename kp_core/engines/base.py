@@ -137,10 +137,11 @@ class AttendingEngine(Engine, Protocol):
     """An engine with the capability `attention`."""
 
     def attention(self, plan: Plan, layers: int | None = None) -> Tensor | None:
-        """The largest attention weight of a token behind the last region on each pack of it.
+        """How much the tokens behind the last region of `plan` attend to each pack in it.
 
-        The last region of `plan` is composed and holds the packs; their KV is moved there, and the tokens between them
-        are masked. Returns `(layers, heads, packs)`, of the first `layers` if given; `None` if a pack has no KV.
+        The region is composed: the KV of its packs is moved there, and the tokens between them are masked. The result is the
+        largest weight of a token behind the region on a token of the pack, `(layers, heads, packs)`, of the first
+        `layers` if given. `None` if a pack has no KV.
         """
 
 

@@ -107,15 +107,15 @@ class Selector:
         return chosen
 
     def _weights(self, packs: Sequence[PackRef], query: str, view: PackView | None) -> Tensor | None:
-        """The weight of each pack, `(packs,)`: the largest of each retrieval head, summed."""
+        """How much the retrieval heads attend to each pack, `(packs,)`."""
         layers, heads = self._heads(view)
-        largest = self._largest(packs, query, view, max(layers) + 1)
-        return None if largest is None else largest[layers, heads].sum(dim=0)
+        weights = self._by_head(packs, query, view, max(layers) + 1)
+        return None if weights is None else weights[layers, heads].sum(dim=0)
 
-    def _largest(
+    def _by_head(
         self, packs: Sequence[PackRef], query: str, view: PackView | None, layers: int | None = None
     ) -> Tensor | None:
-        """The largest attention weight of `query` on each pack, `(layers, heads, packs)`."""
+        """How much `query` attends to each pack, `(layers, heads, packs)`; `None` if packs cannot be compared."""
         # A pack of memory ends its line itself.
         parts: list[Segment] = [part for pack in packs for part in (pack, "" if pack.memory else GAP)]
         prompt = self._template.render_turns([Turn("user").with_segments([*parts, query])])
@@ -161,10 +161,10 @@ class Selector:
             texts = [text.format(name=name, value=value) for name, value in zip(names, values, strict=True)]
             packs = [PackRef(str(at), pack) for at, pack in enumerate(self._build(texts))]
             for at, name in list(enumerate(names))[::2]:
-                largest = self._largest(packs, question.format(name), None)
-                if largest is None:
+                weights = self._by_head(packs, question.format(name), None)
+                if weights is None:
                     raise AssertionError("packs that were just built can be compared")
-                shares.append(largest[..., at] / largest.sum(dim=-1))
+                shares.append(weights[..., at] / weights.sum(dim=-1))
         mean = torch.stack(shares).mean(dim=0)
         best = mean.flatten().topk(min(_HEADS, mean.numel())).indices
         return (best // mean.shape[1]).tolist(), (best % mean.shape[1]).tolist()
@@ -190,5 +190,6 @@ def query_of(turns: Sequence[Turn], at: int) -> str:
 
 
 def _words(turn: Turn) -> str:
-    """The text of a turn without its packs."""
-    return "".join(segment for segment in turn.segments if isinstance(segment, str)).strip()
+    """The text of a turn without its packs, and without the white space around them."""
+    texts = (segment.strip() for segment in turn.segments if isinstance(segment, str))
+    return "\n".join(filter(None, texts))

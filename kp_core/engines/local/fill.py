@@ -92,11 +92,11 @@ def attention(engine: LocalEngine, plan: Plan, layers: int | None) -> Tensor | N
         forward = Computing(engine.model, engine.scheduler, run.buffer, plan.prompt)
         places = [slice(span.start - region.start, span.stop - region.start) for span in region.spans]
 
-        def largest(share: Tensor) -> Tensor:
+        def by_pack(share: Tensor) -> Tensor:
             return torch.stack([share[..., place].amax(dim=(1, 2)) for place in places], dim=-1)
 
         positions = range(region.stop, len(plan.prompt))
-        return forward.weights(positions, laid(region, packs, forward), region.between, largest, layers).float().cpu()
+        return forward.weights(positions, laid(region, packs, forward), region.between, by_pack, layers).float().cpu()
     finally:
         run.close()
 

@@ -69,12 +69,12 @@ def test_an_attention_weight_is_that_of_a_forward_pass_over_the_same_kv(towns):
     selector = engine._planner._selector
     view = replace(options["view"], model=engine.fingerprint)
     packs = to_turns([{"role": "user", "content": "\n".join(handles)}], view)[0].segments[::2]
-    some = selector._largest(packs, "Who keeps it?", view, 2)
-    everything = selector._largest(packs, "Who keeps it?", view)
+    some = selector._by_head(packs, "Who keeps it?", view, 2)
+    everything = selector._by_head(packs, "Who keeps it?", view)
     assert some.shape[0] == 2
     assert everything.shape[2] == len(handles)
     assert torch.equal(some, everything[:2])
-    assert 0 <= float(everything.min()) <= float(everything.max()) <= 1
+    assert float(everything.min()) >= 0
 
 
 def test_an_agent_keeps_what_it_selected_and_selects_for_each_call(towns):
