@@ -60,7 +60,11 @@ class CacheShape:
         """`kv` in this dtype, on the devices of the layers."""
         devices = self.devices or [self.device] * kv.layers
         keys, values = (
-            tuple(tensor.to(device, self.dtype) for tensor, device in zip(tensors, devices, strict=True))
+            # From pinned memory a GPU copies while the host goes on; what computes next waits on the device itself.
+            tuple(
+                tensor.to(device, self.dtype, non_blocking=device.type == "cuda")
+                for tensor, device in zip(tensors, devices, strict=True)
+            )
             for tensors in (kv.keys, kv.values)
         )
         return KVTensors(keys, values, tuple(state.to(self.device) for state in kv.states))
