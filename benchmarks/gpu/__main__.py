@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--minutes", type=float, default=8.0, help="for everything; default: %(default)s")
     parser.add_argument("--device", help="cuda, mps or cpu; default: the accelerator of this machine")
-    parser.add_argument("--shape", choices=[*speed.SHAPES], help="of the speed part; default: those that fit the memory")
+    parser.add_argument("--shape", choices=[*speed.SHAPES], help="of the speed part; default: those that fit")
     parser.add_argument("--json", type=Path, default=Path("bench-results/gpu.json"), help="default: %(default)s")
     parser.add_argument("--parts", nargs="+", choices=[*_PARTS], default=[*_PARTS], help="default: all")
     arguments = parser.parse_args(argv)

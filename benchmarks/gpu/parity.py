@@ -108,7 +108,8 @@ class _Answers:
     def compared(self, found: Any, expected: Any) -> str:  # noqa: ANN401 - generations, or lists of them
         """How two answers compare, or the worst of several."""
         pairs = zip(found, expected, strict=True) if isinstance(found, list) else [(found, expected)]
-        return max((_compared(one, other) for one, other in pairs), key=lambda said: (said != "bits", "DIFFERS" in said))
+        told = [_compared(one, other) for one, other in pairs]
+        return max(told, key=lambda said: (said != "bits", "DIFFERS" in said))
 
     def _memory(self) -> tuple[Generation, Generation]:
         return self._pack(self._store), self.text()
@@ -160,10 +161,9 @@ def _compared(found: Generation, expected: Generation) -> str:
     return _told(found.first_logits, expected.first_logits, is_same=is_same)
 
 
-def _told(found: Tensor, expected: Tensor, *, is_same: bool, dtype: torch.dtype | None = None) -> str:
-    dtype = dtype or found.dtype
+def _told(found: Tensor, expected: Tensor, *, is_same: bool) -> str:
     error = float((found.float() - expected.float()).norm() / expected.float().norm())
-    is_precise = dtype == torch.float32
+    is_precise = found.dtype == torch.float32
     if not error <= (1e-4 if is_precise else 0.1):
         return f"DIFFERS by {error:.1e}"
     if not is_same and is_precise:
@@ -193,9 +193,11 @@ def _on_cpu(model: PreTrainedModel, text: Generation, dtype: torch.dtype) -> str
         logits: Tensor = model(torch.tensor([text.prompt.token_ids])).logits[0, -1]
     if text.first_logits is None:
         raise RuntimeError("Got an answer without logits.")
+    found = text.first_logits.cpu().float()
+    if dtype == torch.float32:
+        return _told(found, logits, is_same=True)
     # Weights of a shorter dtype are rounded, so an error of their size is no difference.
-    error = float((text.first_logits.cpu().float() - logits).norm() / logits.norm())
-    return _told(text.first_logits.cpu(), logits, is_same=True, dtype=dtype) if dtype == torch.float32 else f"{error:.0e}"
+    return f"{float((found - logits).norm() / logits.norm()):.0e}"
 
 
 def _checked(composer: Any, engine: Session) -> str | None:  # noqa: ANN401 - any composer

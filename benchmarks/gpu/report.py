@@ -36,6 +36,9 @@ class Report:
     def add(self, part: str, row: Mapping[str, Any]) -> None:
         """Add a row to a part, and write the file."""
         self.figures.setdefault(part, []).append(dict(row))
+        self._write()
+
+    def _write(self) -> None:
         self.figures["seconds"] = round(time.monotonic() - self._start, 1)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self.figures, indent=1) + "\n", encoding="utf-8")
@@ -45,6 +48,7 @@ class Report:
         reason = (str(why).strip() or type(why).__name__).partition("\n")[0]
         self.figures["cannot"].append(f"{what}: {reason}")
         print(f"Not run: {what}: {reason}", flush=True)
+        self._write()
 
     @contextmanager
     def trying(self, what: str) -> Iterator[None]:
@@ -56,7 +60,7 @@ class Report:
             self.cannot(what, f"{type(error).__name__}: {error}")
             try:
                 torch.zeros(1, device=self.device).add_(1).item()
-            except RuntimeError as lost:
+            except (RuntimeError, AssertionError) as lost:
                 raise DeviceLostError(str(lost).partition("\n")[0]) from error
 
     def show(self, part: str, notes: Sequence[str] = ()) -> None:
@@ -71,6 +75,7 @@ class Report:
             lines += ["", *("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)]
         text = "\n".join([*lines, *notes])
         print(text, flush=True)
+        self._write()
         with self._path.with_suffix(".txt").open("a", encoding="utf-8") as file:
             file.write(f"{text}\n")
 
