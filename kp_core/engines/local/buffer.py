@@ -190,6 +190,12 @@ class KVBuffer:
             layer.length = length
         self._states_at = length
 
+    def undo(self, length: int) -> None:
+        """Drop what a pass behind `length` tokens wrote before it failed. The states that it wrote to are lost."""
+        self.truncate(length)
+        if self.states:
+            self._states_at = -1 if length else 0
+
     def append_token(self, keys: Tensor, values: Tensor) -> None:
         """Append one token to a `stacked` buffer: keys and values of all layers, `(layers, kv_heads, head_dim)`."""
         for side, token in zip(self.stacked or (), (keys, values), strict=True):
