@@ -175,7 +175,8 @@ class CausalModel:
         arguments: dict[str, Any] = {self._takes_cache: cache, **self._attention(range(start, stop), buffer), **options}
         if self._takes_positions:
             arguments["position_ids"] = torch.arange(start, stop, device=ids.device).expand(ids.shape)
-        output = network(input_ids=ids, use_cache=True, **arguments)
+        with buffer.passing():
+            output = network(input_ids=ids, use_cache=True, **arguments)
         buffer.passed(stop)
         return output
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import accumulate, chain
 from typing import Any
 
@@ -70,14 +71,17 @@ class Rows:
         for group in self._groups:
             group.begin()
         self._new.clear()
-        output = self._model(
-            input_ids=torch.tensor(tokens, device=device)[:, None],
-            position_ids=torch.tensor([[buffer.length] for buffer in self._buffers], device=device),
-            past_key_values=self._cache,
-            use_cache=True,
-            kp_attend=self.attend,
-            **self._options,
-        )
+        with ExitStack() as stack:
+            for buffer in self._buffers:
+                stack.enter_context(buffer.passing())
+            output = self._model(
+                input_ids=torch.tensor(tokens, device=device)[:, None],
+                position_ids=torch.tensor([[buffer.length] for buffer in self._buffers], device=device),
+                past_key_values=self._cache,
+                use_cache=True,
+                kp_attend=self.attend,
+                **self._options,
+            )
         if self._deferred:
             keys, values = (torch.stack(side)[:, :, :, 0] for side in zip(*self._new, strict=True))
             for row in self._deferred:
@@ -136,14 +140,17 @@ def run_ragged(
             outputs.append(attend(row_query, kv.keys, kv.values, at, scale, sees[layer], sinks))
         return torch.cat(outputs, dim=2)
 
-    output = model(
-        input_ids=torch.tensor(list(chain(*tokens)), device=device)[None],
-        position_ids=torch.tensor(list(chain(*positions)), device=device)[None],
-        past_key_values=_cache_of(buffers, counts),
-        use_cache=True,
-        kp_attend=attend_each,
-        **({"logits_to_keep": last_indices} if keeps_logits else {}),
-    )
+    with ExitStack() as stack:
+        for buffer in buffers:
+            stack.enter_context(buffer.passing())
+        output = model(
+            input_ids=torch.tensor(list(chain(*tokens)), device=device)[None],
+            position_ids=torch.tensor(list(chain(*positions)), device=device)[None],
+            past_key_values=_cache_of(buffers, counts),
+            use_cache=True,
+            kp_attend=attend_each,
+            **({"logits_to_keep": last_indices} if keeps_logits else {}),
+        )
     logits: Tensor = output.logits[0]
     return logits.clone() if keeps_logits else logits[last_indices]
 

@@ -190,11 +190,17 @@ class KVBuffer:
             layer.length = length
         self._states_at = length
 
-    def undo(self, length: int) -> None:
-        """Drop what a pass behind `length` tokens wrote before it failed. The states that it wrote to are lost."""
-        self.truncate(length)
-        if self.states:
-            self._states_at = -1 if length else 0
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """A forward pass that writes here. If it fails, its tokens are dropped, and states that it wrote to are lost."""
+        length = self.length
+        try:
+            yield
+        except BaseException:
+            self.truncate(length)
+            if self.states:
+                self._states_at = -1 if length else 0
+            raise
 
     def append_token(self, keys: Tensor, values: Tensor) -> None:
         """Append one token to a `stacked` buffer: keys and values of all layers, `(layers, kv_heads, head_dim)`."""

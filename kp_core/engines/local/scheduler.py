@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -214,27 +214,19 @@ class Scheduler:
 
         A step for which that is not enough gets an error of its own.
         """
-        starts = [member.buffer.length for member in batch]
-        try:
+        with suppress(torch.OutOfMemoryError):
             for member, logits in zip(batch, self._logits(batch), strict=True):
                 member.logits = logits
-        except torch.OutOfMemoryError:
-            self._rows, self._memory = None, {}
-        except BaseException:
-            _undo(batch, starts)
-            raise
-        else:
             return
-        # Here, not above, where the error still holds the tensors of the pass.
-        _undo(batch, starts)
+        # Here the error is gone, and with it the tensors of the failed pass.
+        self._rows, self._memory = None, {}
         self._free_unused()
-        for member, start in zip(batch, starts, strict=True):
+        for member in batch:
             try:
                 if not member.buffer.has_states:
                     raise torch.OutOfMemoryError("The failed pass wrote over the states that it began with.")
                 member.logits = self._logits([member])[0]
             except Exception as error:  # noqa: BLE001 - it is raised in the thread of this answer
-                member.buffer.undo(start)
                 member.error = CacheBudgetError(OUT_OF_MEMORY) if isinstance(error, torch.OutOfMemoryError) else error
 
     def _logits(self, batch: list[Decoding]) -> Tensor:
@@ -259,11 +251,6 @@ class Scheduler:
         with self._changed:
             self._is_busy, self._turn, self._freed = False, turn, time.monotonic()
             self._changed.notify_all()
-
-
-def _undo(batch: Sequence[Decoding], starts: Sequence[int]) -> None:
-    for member, start in zip(batch, starts, strict=True):
-        member.buffer.undo(start)
 
 
 def let_go() -> None:
