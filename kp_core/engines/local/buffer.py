@@ -192,7 +192,7 @@ class KVBuffer:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """A forward pass that writes here. If it fails, its tokens are dropped, and states that it wrote to are lost."""
+        """A forward pass that writes here. If it fails, its tokens are dropped, and states it wrote to are lost."""
         length = self.length
         try:
             yield

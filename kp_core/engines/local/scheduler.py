@@ -222,9 +222,10 @@ class Scheduler:
         self._rows, self._memory = None, {}
         self._free_unused()
         for member in batch:
+            if not member.buffer.has_states:  # The failed pass wrote over them.
+                member.error = CacheBudgetError(OUT_OF_MEMORY)
+                continue
             try:
-                if not member.buffer.has_states:
-                    raise torch.OutOfMemoryError("The failed pass wrote over the states that it began with.")
                 member.logits = self._logits([member])[0]
             except Exception as error:  # noqa: BLE001 - it is raised in the thread of this answer
                 member.error = CacheBudgetError(OUT_OF_MEMORY) if isinstance(error, torch.OutOfMemoryError) else error

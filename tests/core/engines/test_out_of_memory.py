@@ -21,7 +21,7 @@ class Device:
     def __init__(self, engine, monkeypatch):
         layer = engine.engine.model.network.model.layers[-1]
         compute = layer.forward
-        self.fails, self.passes = lambda hidden, positions: False, 0
+        self.fails, self.passes = lambda *_: False, 0
 
         def forward(hidden, *args, **kwargs):
             self.passes += 1
@@ -33,7 +33,7 @@ class Device:
 
     def fail_at(self, *numbers):
         start = self.passes
-        self.fails = lambda hidden, positions: self.passes - start in numbers
+        self.fails = lambda *_: self.passes - start in numbers
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_of_answers_decoded_together_only_the_one_without_room_fails(engine, dev
     assert errors == [2]
     assert max(failed_rows) > 1
     assert failed_rows.count(1) == 1
-    for number in {1, 3, 4}:
+    for number in (1, 3, 4):
         assert streams[number].result().token_ids == alone[number]
     device.fail_at()
     assert engine.generate(requests[2], max_tokens=24).token_ids == alone[2]
@@ -119,7 +119,7 @@ def test_packs_that_do_not_fit_into_one_pass_are_built_alone(engine, device):
     texts = [f"Pier {number} has {number * 3} boats.\n" for number in range(4)]
     expected = [engine.build_pack(text).kv for text in texts]
     engine.clear_cache()
-    device.fails = lambda hidden, positions: hidden.shape[1] > 64
+    device.fails = lambda hidden, _: hidden.shape[1] > 64
     packs = list(engine.build_packs(texts, progress=False))
     assert all(pack.kv.equal(kv) for pack, kv in zip(packs, expected, strict=True))
 
