@@ -72,6 +72,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     dtype: torch.dtype | str | None = None,
     chunk_tokens: int = 1024,
     cache_bytes: int | None = None,
+    graphs: bool = True,
     template_options: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     **loading: Any,  # noqa: ANN401
@@ -82,7 +83,8 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     SmolLM2-135M-Instruct. The default `device` is the best available (CUDA, MPS, CPU). The default `dtype` is bfloat16
     if the machine supports it; `"auto"` keeps that of the checkpoint. `cache_bytes` is the budget of all KV in memory,
     both of running requests and cached for later ones: see `default_cache_bytes`. `chunk_tokens` is the most tokens of
-    one forward pass, for which other requests wait. `template_options` go to the chat template.
+    one forward pass, for which other requests wait. With `graphs`, decoding on CUDA replays captured steps, where the
+    model allows it. `template_options` go to the chat template.
     Code in a checkpoint runs only with `trust_remote_code`. `loading` goes to `from_pretrained`: `device_map`,
     `quantization_config`, `attn_implementation` (the model then keeps it, and it is part of the numerics), `revision`,
     `token`, `torch_dtype`.
@@ -96,7 +98,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     loaded, hf_tokenizer = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code, **loading)
     # Made first, so that a missing template is reported before the model is probed.
     template = ChatTemplate(hf_tokenizer, template_options)
-    causal = CausalModel(loaded, keep_attention=loading.get("attn_implementation") is not None)
+    causal = CausalModel(loaded, keep_attention=loading.get("attn_implementation") is not None, graphs=graphs)
     files, commit, watch = None, None, None
     if not isinstance(source, str | Path):
         watch = watched(loaded)  # Nobody else can change a model that was loaded here.

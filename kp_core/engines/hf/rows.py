@@ -16,7 +16,7 @@ from kp_core.engines.hf.attention import Sees, attend, grouped_rows, joined, key
 from kp_core.engines.local.buffer import TILE, BufferLayer, KVBuffer
 from kp_core.engines.local.tree import common_tokens
 
-__all__ = ["Memory", "Rows", "run_ragged"]
+__all__ = ["Memory", "Rows", "RowsLayer", "run_ragged"]
 
 _SHORT = 2 * TILE
 """Rows with fewer tokens than this share one attention call without a common prefix, over a copy of their keys."""
@@ -352,10 +352,10 @@ def _cache_of(buffers: Sequence[KVBuffer], counts: Sequence[int] = (), rows: Seq
     """
     rows = range(len(buffers)) if rows is None else rows
     layers = range(len(buffers[0].layers))
-    return Cache(layers=[_RowsLayer([buffer.layers[at] for buffer in buffers], counts, rows) for at in layers])
+    return Cache(layers=[RowsLayer([buffer.layers[at] for buffer in buffers], counts, rows) for at in layers])
 
 
-class _RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
     """One layer of several buffers: writes the new tokens of each, and returns only these."""
 
     is_sliding = False

@@ -231,7 +231,8 @@ class Scheduler:
                 member.error = CacheBudgetError(OUT_OF_MEMORY) if isinstance(error, torch.OutOfMemoryError) else error
 
     def _logits(self, batch: list[Decoding]) -> Tensor:
-        if len(batch) == 1:
+        # A lone step is replayed as those of several are.
+        if len(batch) == 1 and (self._model.record is None or len(batch[0].tokens) > 1):
             if self._rows is not None and batch[0] in self._rows[0]:
                 self._rows = None  # Its copies of this buffer's keys are out of date after this pass.
             logits = self._model.forward(torch.tensor([batch[0].tokens], device=self._model.device), batch[0].buffer)
