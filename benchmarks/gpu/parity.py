@@ -5,6 +5,7 @@ the same engine with nothing reused:
 
 - `memory`, `disk`: the pack from the prefix tree, and from its file. `turn`: a second turn behind a decoded answer.
 - `batch`: four at once, each compared with itself alone.
+- `select`: one of two packs, chosen by attention, compared with the text of that one.
 - `steered`: a steered prompt that is read from the tree, compared with the same computed anew.
 - `generate`: plain `model.generate` on the device. `cpu`: plain transformers in float32 on the CPU; logits alone.
 - composers: `right`, if all rules of `kp_core.testing.check_composer` hold.
@@ -40,10 +41,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _TOKENS, _AT_ONCE = 6, 4
 _FACTS = "".join(f"Pier {n} has {3 * n + 2} boats, and pier {n + 9} has {n * n + 1}. " for n in range(1, 5)) + "\n"
 """Longer than the windows of the tiny models."""
-_ASKED = "How many boats?"
+_OTHER, _ASKED = "Quay 5 has no boats at all.\n", "How many boats?"
 _PAIRS = [("I am glad.", "I am sad."), ("It is warm.", "It is cold.")]
 _COMPOSERS = {"exact": ExactComposer(), "naive": NaiveComposer(), "splice": SpliceComposer(), "blend": BlendComposer()}
-_COLUMNS = ("memory", "disk", "turn", "batch", "steered", "generate", "cpu", *_COMPOSERS)
+_COLUMNS = ("memory", "disk", "turn", "batch", "select", "steered", "generate", "cpu", *_COMPOSERS)
 
 
 def run(report: Report) -> None:
@@ -103,7 +104,7 @@ class _Answers:
 
     def ways(self) -> dict[str, Callable[[], tuple[Any, Any]]]:
         """Each way to an answer, with what it is compared with."""
-        return {name: getattr(self, f"_{name}") for name in ("memory", "disk", "turn", "batch", "steered")}
+        return {name: getattr(self, f"_{name}") for name in _COLUMNS[:6]}
 
     def compared(self, found: Any, expected: Any) -> str:  # noqa: ANN401 - generations, or lists of them
         """How two answers compare, or the worst of several."""
@@ -141,6 +142,13 @@ class _Answers:
         options: dict[str, Any] = {"view": self._store.view("default"), "max_tokens": _TOKENS, "progress": False}
         found = dict(self._engine.generate_many(requests, at_once=_AT_ONCE, **options))
         return [found[number] for number in requests], list(map(self.text, asked))
+
+    def _select(self) -> tuple[Generation, Generation]:
+        packs = [self._engine.build_pack(text, compiled_for="system") for text in (_FACTS, _OTHER)]
+        options: dict[str, Any] = {"composer": "select:packs=1", "max_tokens": _TOKENS}
+        found = self._engine.generate(_ASKED, packs=packs, **options)
+        read = [span.pack for span in found.prompt.spans]
+        return found, self._engine.generate(_ASKED, packs=read, max_tokens=_TOKENS, reuse=False)
 
     def _steered(self) -> tuple[Generation, Generation]:
         steering = self._engine.make_steering(_PAIRS, progress=False)

@@ -89,6 +89,8 @@ class CausalModel:
         self.attends = False
         """Whether its attention is tiled (`hf.attention`)."""
         self._pack_weights()
+        self.record: Record | None = None
+        """Records steps of decoding, which are then replayed; `None` if each step is computed anew."""
         self._engine = "local"
         if keep_attention:
             self._engine += f"/{self.config._attn_implementation}"  # noqa: SLF001 - transformers has no public name
@@ -101,8 +103,6 @@ class CausalModel:
         """Whether several sequences can decode in one pass."""
         self.lacks = self._found_lacks()
         """Capabilities that this model does not allow, each with the reason."""
-        self.record: Record | None = None
-        """Records steps of decoding, which are then replayed; `None` if each step is computed anew."""
         if graphs and self.device.type == "cuda" and self.batches:
             self.use_replay(captured)
         let_go()  # Other threads may run the requests.

@@ -49,13 +49,13 @@ class Recorder:
     """Records as `captured` does: the calls of a replay read and write the memory of the recorded ones."""
 
     def __init__(self):
-        self.recorded = self.replayed = 0
+        self.recorded = self.replayed = self.most_rows = 0
 
     def __call__(self, step):
         calls = Calls()
         with Host(), calls:
             output = step()
-        self.recorded += 1
+        self.recorded, self.most_rows = self.recorded + 1, max(self.most_rows, len(output))
 
         def run():
             self.replayed += 1
@@ -110,13 +110,15 @@ def test_answers_are_the_same_alone_and_together(monkeypatch):
     expected = [engine.generate(text, max_tokens=40).token_ids for text in asked]
     model.use_replay(record)
     assert model.record is record
+    assert model.batches
     for at_once in (1, 4):
         engine.clear_cache()
-        record.replayed = 0
+        record.replayed = record.most_rows = 0
         with ThreadPoolExecutor(at_once) as pool:
             answers = list(pool.map(lambda text: engine.generate(text, max_tokens=40), asked))
         assert [answer.token_ids for answer in answers] == expected
         assert record.replayed > 30
+        assert (record.most_rows > 1) == (at_once > 1)
     # What was decoded so is reused as any other KV.
     again = engine.generate(asked[0], max_tokens=40)
     assert again.usage.computed_tokens == 0
