@@ -77,7 +77,6 @@ def test_every_part_runs_on_a_bare_machine_without_an_accelerator(bare, tmp_path
     assert {plain[name] for name in ("exact", "naive", "splice", "blend")} == {"right"}
     ways = {plain[name] for name in ("memory", "disk", "turn", "batch", "select", "steered")}
     assert ways == {"bits"} or not plain["bitwise"]
-    ]
     assert [row["tokens"] for row in timed if "memory_s" in row] == [256, 1024]
     for column in ("device_gb_s", "eight_tok_s", "static_tok_s", "blend_first_s", "kernels", "padded_s"):
         assert any(row.get(column) for row in timed), column
