@@ -130,7 +130,7 @@ class ReplayedRows:
     def _mask(self, row: int, sees: Sees) -> Tensor:
         """Which of its keys a row sees, `(stop,)`."""
         position, keys = self._positions[row], torch.arange(self._stops[row], device=self._device)
-        visible = keys <= position
+        visible: Tensor = keys <= position
         if sees.window:
             is_chunk = sees.is_chunked
             visible &= keys >= (position // sees.window * sees.window if is_chunk else position - sees.window + 1)
