@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import common
+from benchmarks.disk import drop_from_page_cache
 from kp_core import Handle, PackStore
 
 __all__ = ["main"]
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     engine = common.load_engine(arguments)
     engine.generate("Say hello.", max_tokens=1)
-    _drop_from_page_cache(arguments.store)
+    drop_from_page_cache(arguments.store)
     store = PackStore(arguments.store)
     view, (first, second) = store.view("default"), arguments.question
     usage = engine.generate(f"{arguments.handle}\n\n{first}", view=view, max_tokens=1).usage
@@ -83,13 +83,6 @@ class _Meter:
 def _status(name: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
-
-
-def _drop_from_page_cache(folder: Path) -> None:
-    if hasattr(os, "posix_fadvise"):
-        for path in folder.rglob("*.safetensors"):
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 if __name__ == "__main__":

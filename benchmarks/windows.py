@@ -31,7 +31,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import kp_core
 from benchmarks import common
-from benchmarks.ttft import Floor, knowledge
+from benchmarks.floor import Floor
+from benchmarks.ttft import knowledge
 from kp_core import PackStore, PackView, Session
 
 __all__ = ["made", "main", "run"]

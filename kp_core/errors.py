@@ -240,7 +240,7 @@ class BusyError(KnowledgePackError):
 
 
 class CacheBudgetError(KnowledgePackError, MemoryError):
-    """The KV of prompt and answer exceeds `cache_bytes`, the engine's memory for KV."""
+    """The KV of prompt and answer exceeds `cache_bytes`, the memory for KV, or the device ran out of memory."""
 
 
 class GenerationTimeoutError(KnowledgePackError, TimeoutError):

@@ -69,8 +69,8 @@ class Rope:
 
     def _turn(self, by: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the factors of each rotary dimension and of its partner: `(rotary_dim,)` each."""
-        angles = by * self.frequencies.to(device, torch.float64)
-        cos, sin = angles.cos().float(), angles.sin().float()
+        angles = by * self.frequencies.to("cpu", torch.float64)  # MPS has no float64.
+        cos, sin = angles.cos().float().to(device), angles.sin().float().to(device)
         if self.interleaved:
             return cos.repeat_interleave(2), torch.stack((-sin, sin), dim=-1).flatten()
         return cos.repeat(2), torch.cat((-sin, sin))

@@ -124,9 +124,10 @@ def _means(kv: KVTensors, method: Method) -> _Means:
     if method == "last_token":
         at = max(kv.tokens - 2, 0)
         kv = kv.slice(at, at + 1)
+    kv = kv.to("cpu")  # MPS has no float64.
     return _Means(
-        [key.double().mean(dim=1).cpu() for key in kv.keys],
-        [value.double().mean(dim=1).cpu() for value in kv.values],
+        [key.double().mean(dim=1) for key in kv.keys],
+        [value.double().mean(dim=1) for value in kv.values],
         # The norm of a token is over the values of all its heads.
         [float(value.double().square().sum(dim=(0, 2)).sqrt().mean()) for value in kv.values],
     )

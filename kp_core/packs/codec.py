@@ -12,7 +12,6 @@ from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-import zstandard
 from torch import Tensor
 
 from kp_core.errors import PackCorruptError, PackError
@@ -37,8 +36,6 @@ per channel for keys and one per token for values (KIVI, arXiv 2402.02750, secti
 
 COMPRESSIONS: tuple[Compression, ...] = ("none", "lossless", "int8")
 
-# Three or four equal bytes occur by chance; matching them costs space and time.
-_PARAMETERS = zstandard.ZstdCompressionParameters.from_level(3, min_match=7)
 _own = threading.local()
 _POOL_FROM = 1_000_000  # Below this number of bytes, starting threads costs more than it saves.
 _LEAST_EXPONENT = {torch.float16: -24}  # Exponent of the smallest scale in float16; -126 for the rest.
@@ -144,10 +141,16 @@ def _dequantised(scales: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _compressed(plane: np.ndarray) -> bytes:
-    return zstandard.ZstdCompressor(compression_params=_PARAMETERS).compress(plane.tobytes())
+    import zstandard
+
+    # Three or four equal bytes occur by chance; matching them costs space and time.
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, min_match=7)
+    return zstandard.ZstdCompressor(compression_params=parameters).compress(plane.tobytes())
 
 
 def _decompressed(data: Buffer, size: int, name: str) -> bytes:
+    import zstandard
+
     try:
         if zstandard.frame_content_size(data) == size:
             # One per thread: it may not be shared, and takes longer to make than to use.

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kp_core.engines.hf.identity import checkpoint_folder, place_of, unreadable
 from kp_core.engines.hf.kinds import CacheKind, kind_of, measured_shape, positions_of
-from kp_core.engines.hf.loading import KV_SHARE, best_device, best_dtype, memory_bytes
+from kp_core.engines.hf.loading import best_device, best_dtype, default_cache_bytes, memory_bytes
 from kp_core.engines.hf.model import CausalModel
 from kp_core.errors import ModelError, UnsupportedModelError, UnsupportedRequestError
 from kp_core.rope import Rope
@@ -35,7 +35,8 @@ class Foresight:
 
     `weight_bytes` is the size of the weights in that dtype, `None` for a quantised checkpoint. `bytes_per_token` is the
     size of one token's KV, `state_bytes` that of the recurrent states stored once at the end of each pack. `memory` is
-    the device's memory in bytes, `positions` the length of the model's context in tokens.
+    the device's memory in bytes, `cache_bytes` the default budget of KV, `positions` the length of the model's context
+    in tokens.
     """
 
     kind: CacheKind
@@ -44,12 +45,13 @@ class Foresight:
     bytes_per_token: int
     state_bytes: int
     memory: int
+    cache_bytes: int
     positions: int
 
     @property
     def longest_prompt(self) -> int:
         """Most tokens of a prompt whose KV fits into memory beside the weights, and into the default KV budget."""
-        available = min(self.memory - (self.weight_bytes or 0), self.memory // KV_SHARE)
+        available = min(self.memory - (self.weight_bytes or 0), self.cache_bytes)
         return max(0, min(self.positions, available // max(1, self.bytes_per_token)))
 
 
@@ -88,7 +90,8 @@ def foresee(model: str | Path, dtype: str | None = None) -> Foresight:
         weight_bytes=None if is_quantised else weights,
         bytes_per_token=per_token,
         state_bytes=states,
-        memory=memory_bytes(device),
+        memory=(memory := memory_bytes(device)),
+        cache_bytes=default_cache_bytes(device, memory, memory - (0 if is_quantised else weights)),
         positions=positions_of(text),
     )
 

@@ -42,11 +42,11 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
 
 __all__ = [
-    "KV_SHARE",
     "LOADING",
     "best_device",
     "best_dtype",
     "bundled_model",
+    "default_cache_bytes",
     "load",
     "load_session",
     "memory_bytes",
@@ -61,8 +61,7 @@ LOADING = ("attn_implementation", "device_map", "quantization_config", "revision
 # Errors for a damaged weight file, or one that pickles more than weights, which torch does not unpickle.
 _UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, UnpicklingError, RuntimeError, LookupError, EOFError)
 _BUNDLED_VERSION = "0.1.2"
-KV_SHARE = 4
-"""By default, KV may take one part in this many of the memory."""
+_KV_SHARE = 4  # By default, KV may take one part in this many of the machine's memory.
 
 
 def load_session(  # noqa: PLR0913 - every setting has a default that works
@@ -73,6 +72,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     dtype: torch.dtype | str | None = None,
     chunk_tokens: int = 1024,
     cache_bytes: int | None = None,
+    graphs: bool = True,
     template_options: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     **loading: Any,  # noqa: ANN401
@@ -82,8 +82,9 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     `model` is an id, a folder, a GGUF file, or a model object (with `tokenizer`); by default the bundled
     SmolLM2-135M-Instruct. The default `device` is the best available (CUDA, MPS, CPU). The default `dtype` is bfloat16
     if the machine supports it; `"auto"` keeps that of the checkpoint. `cache_bytes` is the budget of all KV in memory,
-    both of running requests and cached for later ones: by default a quarter of the device's memory. `chunk_tokens` is
-    the most tokens of one forward pass, for which other requests wait. `template_options` go to the chat template.
+    both of running requests and cached for later ones: see `default_cache_bytes`. `chunk_tokens` is the most tokens of
+    one forward pass, for which other requests wait. With `graphs`, decoding on CUDA replays captured steps, where the
+    model allows it. `template_options` go to the chat template.
     Code in a checkpoint runs only with `trust_remote_code`. `loading` goes to `from_pretrained`: `device_map`,
     `quantization_config`, `attn_implementation` (the model then keeps it, and it is part of the numerics), `revision`,
     `token`, `torch_dtype`.
@@ -97,7 +98,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     loaded, hf_tokenizer = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code, **loading)
     # Made first, so that a missing template is reported before the model is probed.
     template = ChatTemplate(hf_tokenizer, template_options)
-    causal = CausalModel(loaded, keep_attention=loading.get("attn_implementation") is not None)
+    causal = CausalModel(loaded, keep_attention=loading.get("attn_implementation") is not None, graphs=graphs)
     files, commit, watch = None, None, None
     if not isinstance(source, str | Path):
         watch = watched(loaded)  # Nobody else can change a model that was loaded here.
@@ -123,7 +124,9 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         return fingerprint_of(files or loaded, hf_tokenizer, template, commit, causal.numerics)
 
     if cache_bytes is None:
-        cache_bytes = memory_bytes(causal.shape.device) // KV_SHARE
+        place = causal.shape.device
+        free = torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else 0
+        cache_bytes = default_cache_bytes(place, memory_bytes(place), free)
     engine = LocalEngine(
         causal,
         hf_tokenizer,
@@ -305,6 +308,14 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def default_cache_bytes(device: torch.device, memory: int, free: int) -> int:
+    """Default budget of all KV, in bytes: on a GPU three quarters of what is `free` beside the weights.
+
+    Elsewhere a quarter of the `memory`, which other programs share.
+    """
+    return max(0, free * 3 // 4) if device.type == "cuda" else memory // _KV_SHARE
 
 
 def causal_lm(model: Any) -> PreTrainedModel:  # noqa: ANN401

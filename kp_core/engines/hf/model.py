@@ -31,6 +31,7 @@ from kp_core.engines.hf.kinds import (
     positions_of,
     rope_parameters,
 )
+from kp_core.engines.hf.replay import Record, ReplayedRows, captured
 from kp_core.engines.hf.rows import Memory, Rows, run_ragged
 from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.local.buffer import TILE, KVBuffer
@@ -57,12 +58,13 @@ _APART = 37
 class CausalModel:
     """Runs the forward passes of a Hugging Face causal LM over KV buffers.
 
-    With `keep_attention`, the model keeps the attention it was loaded with, which rounds differently.
+    With `keep_attention`, the model keeps the attention it was loaded with, which rounds differently. With `graphs`,
+    decoding on CUDA replays captured steps, if a probe shows that this gives the same logits.
 
     Raises `UnsupportedModelError`, with the reason, for architectures that cannot continue from their cache.
     """
 
-    def __init__(self, model: PreTrainedModel, *, keep_attention: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, *, keep_attention: bool = False, graphs: bool = True) -> None:
         self.kind = kind_of(model.config)
         """What its layers cache."""
         self.network: Any = own_view(model).eval()
@@ -87,6 +89,8 @@ class CausalModel:
         self.attends = False
         """Whether its attention is tiled (`hf.attention`)."""
         self._pack_weights()
+        self.record: Record | None = None
+        """Records steps of decoding, which are then replayed; `None` if each step is computed anew."""
         self._engine = "local"
         if keep_attention:
             self._engine += f"/{self.config._attn_implementation}"  # noqa: SLF001 - transformers has no public name
@@ -99,6 +103,8 @@ class CausalModel:
         """Whether several sequences can decode in one pass."""
         self.lacks = self._found_lacks()
         """Capabilities that this model does not allow, each with the reason."""
+        if graphs and self.device.type == "cuda" and self.batches:
+            self.use_replay(captured)
         let_go()  # Other threads may run the requests.
 
     def renew(self) -> None:
@@ -109,6 +115,38 @@ class CausalModel:
     def _pack_weights(self) -> None:
         buffer = KVBuffer(self.shape, 2 * PROBE)
         self._packed = pack_weights(self.network, partial(self.forward, self._probe_ids(), buffer, logits=False))
+
+    def use_replay(self, record: Record) -> None:
+        """Decode by replaying steps that `record` records, if that gives the same logits. Logs why not."""
+        with self._narrowed():
+            buffers, expected = self._probe_rows()
+            tokens = [int(token) for token in self._probe_ids()[0, -PROBE // 2 :]]
+            replayed = ReplayedRows(self.network, buffers, self.sees, record, **self._keep_last)
+            try:
+                steps = [replayed.step([token] * len(buffers)) for token in tokens]
+            except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+                logger.warning("Steps of decoding are not recorded: %s", error)
+                return
+            plain = [
+                self.forward(torch.tensor([[token]], device=self.device), buffer)
+                for token in tokens
+                for buffer in expected
+            ]
+        found = torch.cat(steps).float()
+        if not replayed.is_recorded:
+            return
+        if self._agree(found, torch.cat([logits for logits in plain if logits is not None]).float()):
+            self.record = record
+        else:
+            logger.warning("Steps of decoding are not recorded: replayed, they give other logits.")
+
+    def _probe_rows(self) -> tuple[list[KVBuffer], list[KVBuffer]]:
+        """Two buffers with other numbers of tokens, twice."""
+        both = [[KVBuffer(self.shape, 2 * PROBE) for _ in range(2)] for _ in range(2)]
+        for buffers in both:
+            for row, buffer in enumerate(buffers):
+                self.forward(self._probe_ids()[:, : PROBE + row], buffer, logits=False)
+        return both[0], both[1]
 
     def _found_lacks(self) -> dict[str, str]:
         lacks = dict(self.kind.lacks)
@@ -175,7 +213,8 @@ class CausalModel:
         arguments: dict[str, Any] = {self._takes_cache: cache, **self._attention(range(start, stop), buffer), **options}
         if self._takes_positions:
             arguments["position_ids"] = torch.arange(start, stop, device=ids.device).expand(ids.shape)
-        output = network(input_ids=ids, use_cache=True, **arguments)
+        with buffer.passing():
+            output = network(input_ids=ids, use_cache=True, **arguments)
         buffer.passed(stop)
         return output
 
@@ -202,6 +241,8 @@ class CausalModel:
         It runs one token after each buffer, appends its KV, and returns the logits, `(rows, vocabulary)`. With a
         `memory` that an earlier function used, that one must not be called again.
         """
+        if self.record is not None:
+            return ReplayedRows(self.network, buffers, self.sees, self.record, **self._keep_last).step
         return Rows(self.network, buffers, self.sees, memory, **self._keep_last).step
 
     def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import accumulate, chain
 from typing import Any
 
@@ -15,7 +16,7 @@ from kp_core.engines.hf.attention import Sees, attend, grouped_rows, joined, key
 from kp_core.engines.local.buffer import TILE, BufferLayer, KVBuffer
 from kp_core.engines.local.tree import common_tokens
 
-__all__ = ["Memory", "Rows", "run_ragged"]
+__all__ = ["Memory", "Rows", "RowsLayer", "run_ragged"]
 
 _SHORT = 2 * TILE
 """Rows with fewer tokens than this share one attention call without a common prefix, over a copy of their keys."""
@@ -70,14 +71,17 @@ class Rows:
         for group in self._groups:
             group.begin()
         self._new.clear()
-        output = self._model(
-            input_ids=torch.tensor(tokens, device=device)[:, None],
-            position_ids=torch.tensor([[buffer.length] for buffer in self._buffers], device=device),
-            past_key_values=self._cache,
-            use_cache=True,
-            kp_attend=self.attend,
-            **self._options,
-        )
+        with ExitStack() as stack:
+            for buffer in self._buffers:
+                stack.enter_context(buffer.passing())
+            output = self._model(
+                input_ids=torch.tensor(tokens, device=device)[:, None],
+                position_ids=torch.tensor([[buffer.length] for buffer in self._buffers], device=device),
+                past_key_values=self._cache,
+                use_cache=True,
+                kp_attend=self.attend,
+                **self._options,
+            )
         if self._deferred:
             keys, values = (torch.stack(side)[:, :, :, 0] for side in zip(*self._new, strict=True))
             for row in self._deferred:
@@ -136,14 +140,17 @@ def run_ragged(
             outputs.append(attend(row_query, kv.keys, kv.values, at, scale, sees[layer], sinks))
         return torch.cat(outputs, dim=2)
 
-    output = model(
-        input_ids=torch.tensor(list(chain(*tokens)), device=device)[None],
-        position_ids=torch.tensor(list(chain(*positions)), device=device)[None],
-        past_key_values=_cache_of(buffers, counts),
-        use_cache=True,
-        kp_attend=attend_each,
-        **({"logits_to_keep": last_indices} if keeps_logits else {}),
-    )
+    with ExitStack() as stack:
+        for buffer in buffers:
+            stack.enter_context(buffer.passing())
+        output = model(
+            input_ids=torch.tensor(list(chain(*tokens)), device=device)[None],
+            position_ids=torch.tensor(list(chain(*positions)), device=device)[None],
+            past_key_values=_cache_of(buffers, counts),
+            use_cache=True,
+            kp_attend=attend_each,
+            **({"logits_to_keep": last_indices} if keeps_logits else {}),
+        )
     logits: Tensor = output.logits[0]
     return logits.clone() if keeps_logits else logits[last_indices]
 
@@ -345,10 +352,10 @@ def _cache_of(buffers: Sequence[KVBuffer], counts: Sequence[int] = (), rows: Seq
     """
     rows = range(len(buffers)) if rows is None else rows
     layers = range(len(buffers[0].layers))
-    return Cache(layers=[_RowsLayer([buffer.layers[at] for buffer in buffers], counts, rows) for at in layers])
+    return Cache(layers=[RowsLayer([buffer.layers[at] for buffer in buffers], counts, rows) for at in layers])
 
 
-class _RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
     """One layer of several buffers: writes the new tokens of each, and returns only these."""
 
     is_sliding = False

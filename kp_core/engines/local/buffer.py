@@ -60,7 +60,11 @@ class CacheShape:
         """`kv` in this dtype, on the devices of the layers."""
         devices = self.devices or [self.device] * kv.layers
         keys, values = (
-            tuple(tensor.to(device, self.dtype) for tensor, device in zip(tensors, devices, strict=True))
+            # From pinned memory a GPU copies while the host goes on; what computes next waits on the device itself.
+            tuple(
+                tensor.to(device, self.dtype, non_blocking=device.type == "cuda")
+                for tensor, device in zip(tensors, devices, strict=True)
+            )
             for tensors in (kv.keys, kv.values)
         )
         return KVTensors(keys, values, tuple(state.to(self.device) for state in kv.states))
@@ -185,6 +189,18 @@ class KVBuffer:
         for layer in self.layers:
             layer.length = length
         self._states_at = length
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """A forward pass that writes here. If it fails, its tokens are dropped, and states it wrote to are lost."""
+        length = self.length
+        try:
+            yield
+        except BaseException:
+            self.truncate(length)
+            if self.states:
+                self._states_at = -1 if length else 0
+            raise
 
     def append_token(self, keys: Tensor, values: Tensor) -> None:
         """Append one token to a `stacked` buffer: keys and values of all layers, `(layers, kv_heads, head_dim)`."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from kp_core.engines.base import CAPABILITIES, TokenStream
 from kp_core.engines.local.buffer import BufferPool, Cancelled, KVBuffer
 from kp_core.engines.local.fill import Run, attention, match, prefill
 from kp_core.engines.local.grammar import Grammars
-from kp_core.engines.local.scheduler import Decoding, Scheduler
+from kp_core.engines.local.scheduler import OUT_OF_MEMORY, Decoding, Scheduler
 from kp_core.engines.local.tree import Node, PrefixTree
-from kp_core.errors import BusyError
+from kp_core.errors import BusyError, CacheBudgetError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan import Plan
@@ -29,6 +30,7 @@ __all__ = ["LocalEngine"]
 _WINDOW = 256
 """Plans of `kv` examined together: enough to find several with the same prefix, few enough to hold in memory."""
 _MOST_TEXTS, _MOST_TOKENS = 16, 512  # Of one pass.
+_Result = TypeVar("_Result")
 
 
 class LocalEngine:
@@ -66,7 +68,7 @@ class LocalEngine:
         """The KV that prompts with the same beginning share."""
         self.pool = BufferPool(model.shape, self.tree, cache_bytes)
         """The buffers of requests."""
-        self.scheduler = Scheduler(model)
+        self.scheduler = Scheduler(model, self.clear_cache)
         """Gives the model to one forward pass at a time."""
         eos = getattr(tokenizer, "eos_token_id", None)
         self._end_tokens = frozenset(model.end_tokens | ({eos} if isinstance(eos, int) else set()))
@@ -127,7 +129,7 @@ class LocalEngine:
 
     def pin(self, plan: Plan) -> Node:
         """See `CachingEngine.pin`."""
-        run = prefill(self, plan, len(plan.prompt), logits=False)
+        run = self.twice(lambda: prefill(self, plan, len(plan.prompt), logits=False))
         try:
             return run.path.pin()
         finally:
@@ -153,10 +155,24 @@ class LocalEngine:
             )
         self._renew()
 
+    def twice(self, compute: Callable[[], _Result]) -> _Result:
+        """The result of `compute`. If the device has too little memory, frees what no request uses, and tries again.
+
+        Raises `CacheBudgetError` if it then still has too little.
+        """
+        with suppress(torch.OutOfMemoryError):
+            return compute()
+        # Here the error is gone, and with it the tensors of the failed pass.
+        self.clear_cache()
+        try:
+            return compute()
+        except torch.OutOfMemoryError as error:
+            raise CacheBudgetError(OUT_OF_MEMORY) from error
+
     def _start(self, plan: Plan, stream: TokenStream, room: int, *, asks: bool = False) -> Run | None:
         """Prefill the prompt. Returns `None` when the request was cancelled meanwhile."""
         try:
-            return prefill(self, plan, len(plan.prompt) + room, asks=asks, limit=stream.limit)
+            return self.twice(lambda: prefill(self, plan, len(plan.prompt) + room, asks=asks, limit=stream.limit))
         except Cancelled:
             stream.finish = "cancelled"
             return None
@@ -244,8 +260,10 @@ def _computed(engine: LocalEngine, plans: Iterable[Plan]) -> Iterator[KVTensors]
         results: dict[int, KVTensors] = {}
         upcoming = 0
         for batch in sorted(_batches(engine, window), key=min):
-            kvs = _together(engine, [window[index] for index in batch]) if len(batch) > 1 else []
-            kvs = kvs or [_alone(engine, window[index]) for index in batch]
+            kvs: list[KVTensors] = []
+            with suppress(torch.OutOfMemoryError):  # Alone, they need less.
+                kvs = _together(engine, [window[index] for index in batch]) if len(batch) > 1 else []
+            kvs = kvs or [engine.twice(partial(_alone, engine, window[index])) for index in batch]
             results.update(zip(batch, kvs, strict=True))
             while upcoming in results:
                 yield results.pop(upcoming)

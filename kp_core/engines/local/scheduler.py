@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from kp_core.engines.local.buffer import KVBuffer
+from kp_core.errors import CacheBudgetError
 
 if TYPE_CHECKING:
     from kp_core.engines.hf.model import CausalModel
     from kp_core.engines.hf.rows import Memory
 
-__all__ = ["Decoding", "Scheduler", "let_go"]
+__all__ = ["OUT_OF_MEMORY", "Decoding", "Scheduler", "let_go"]
 
 _MOST_ROWS = 16  # Most answers in one pass.
 _INTERRUPTED = "The step was interrupted in the thread that computed it for several answers. Ask again."
@@ -34,6 +35,10 @@ _PATIENCE = 0.5
 _SHORT = 64  # Most tokens of a question computed with others, and of a pass after which prefill keeps its turn.
 _MOST_TOKENS = 512  # Most tokens of a pass for several answers.
 _BURST, _GRACE = 0.5, 0.1  # Seconds for which prefill keeps its turn, and for which steps wait for the next prompt.
+OUT_OF_MEMORY = (
+    "The device has too little memory for this request, also after everything that no request uses was freed. Send "
+    "fewer or shorter requests at once, or load the engine with smaller cache_bytes or chunk_tokens."
+)
 _SOFT = 1  # `omp_pause_soft` of OpenMP: threads end, and their settings stay.
 
 
@@ -58,8 +63,9 @@ class Scheduler:
     Prompts that arrive together are prefilled before the next step, which they then share.
     """
 
-    def __init__(self, model: CausalModel) -> None:
-        self._model = model
+    def __init__(self, model: CausalModel, free_unused: Callable[[], None] = lambda: None) -> None:
+        """`free_unused` frees the memory that no request uses, after a step found too little."""
+        self._model, self._free_unused = model, free_unused
         self._changed = threading.Condition()
         self._is_busy, self._prefilling, self._coming, self._is_in_vain = False, 0, 0, False
         self._turn = math.inf  # The time from which steps go before prefill; infinite until a prompt takes its turn.
@@ -193,8 +199,7 @@ class Scheduler:
     def _compute(self, batch: list[Decoding]) -> None:
         start_time = time.monotonic()
         try:
-            for member, logits in zip(batch, self._logits(batch), strict=True):
-                member.logits = logits
+            self._try_twice(batch)
         except BaseException as error:
             for member in batch:
                 member.error = error if isinstance(error, Exception) else CancelledError(_INTERRUPTED)
@@ -204,8 +209,30 @@ class Scheduler:
             self._took = time.monotonic() - start_time
             self._free(math.inf)
 
+    def _try_twice(self, batch: list[Decoding]) -> None:
+        """Set the logits of each step. Without enough memory, frees what no request uses, and tries one by one.
+
+        A step for which that is not enough gets an error of its own.
+        """
+        with suppress(torch.OutOfMemoryError):
+            for member, logits in zip(batch, self._logits(batch), strict=True):
+                member.logits = logits
+            return
+        # Here the error is gone, and with it the tensors of the failed pass.
+        self._rows, self._memory = None, {}
+        self._free_unused()
+        for member in batch:
+            if not member.buffer.has_states:  # The failed pass wrote over them.
+                member.error = CacheBudgetError(OUT_OF_MEMORY)
+                continue
+            try:
+                member.logits = self._logits([member])[0]
+            except Exception as error:  # noqa: BLE001 - it is raised in the thread of this answer
+                member.error = CacheBudgetError(OUT_OF_MEMORY) if isinstance(error, torch.OutOfMemoryError) else error
+
     def _logits(self, batch: list[Decoding]) -> Tensor:
-        if len(batch) == 1:
+        # A lone step is replayed as those of several are.
+        if len(batch) == 1 and (self._model.record is None or len(batch[0].tokens) > 1):
             if self._rows is not None and batch[0] in self._rows[0]:
                 self._rows = None  # Its copies of this buffer's keys are out of date after this pass.
             logits = self._model.forward(torch.tensor([batch[0].tokens], device=self._model.device), batch[0].buffer)

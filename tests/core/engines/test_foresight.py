@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 
 from kp_core.engines.hf.foresight import foresee
+from kp_core.engines.hf.loading import default_cache_bytes
 from kp_core.errors import ModelError, UnsupportedModelError
 from tests.cli.conftest import Kp, kp
 from tests.parity.families import config_of
@@ -22,6 +24,12 @@ def test_the_longest_prompt_is_what_memory_or_the_model_holds(tmp_path, monkeypa
         room = seen.weight_bytes + left
         monkeypatch.setattr("kp_core.engines.hf.foresight.memory_bytes", lambda _, room=room: room)
         assert foresee(tmp_path, "float32").longest_prompt == expected
+
+
+def test_a_gpu_gives_kv_what_the_weights_leave_and_a_cpu_a_quarter():
+    assert default_cache_bytes(torch.device("cuda"), 80_000, 64_000) == 48_000
+    assert default_cache_bytes(torch.device("cuda"), 80_000, -1) == 0
+    assert default_cache_bytes(torch.device("cpu"), 80_000, 64_000) == 20_000
 
 
 def test_what_cannot_be_is_said(tmp_path):

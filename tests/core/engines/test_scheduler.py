@@ -226,7 +226,7 @@ def test_a_reader_that_pauses_holds_nobody_up():
 class Plain:
     """A model that computes nothing, and notes what it was asked for."""
 
-    device = torch.device("cpu")
+    device, record = torch.device("cpu"), None
 
     def __init__(self, *, batches=True):
         self.batches, self.log = batches, []

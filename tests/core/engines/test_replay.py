@@ -1,0 +1,157 @@
+"""Recorded steps of decoding: replayed, they give the tokens of plain ones. A CPU stands in for CUDA's graphs."""
+
+import logging
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kp_core import load_engine
+from kp_core.engines.hf import replay
+from kp_core.engines.hf.replay import PLAIN_STEPS, ReplayedRows
+from kp_core.engines.local.buffer import KVBuffer
+from kp_core.testing import tiny_model, tiny_tokenizer
+from tests.parity.families import model_of
+
+_NEEDS_HOST = ("nonzero", "equal", "masked_select", "unique")
+_REFUSED = "operation not permitted when stream is capturing"
+
+
+class Host(TorchFunctionMode):
+    """Refuses to give the host a number, as CUDA does while it captures."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__"):
+            raise RuntimeError(f"{func}: {_REFUSED}")
+        return func(*args, **(kwargs or {}))
+
+
+class Calls(TorchDispatchMode):
+    """Notes the calls of a step with their tensors. As CUDA, it refuses those for which the host must wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(name in str(func) for name in _NEEDS_HOST):
+            raise RuntimeError(f"{func}: {_REFUSED}")
+        output = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, output))
+        return output
+
+
+class Recorder:
+    """Records as `captured` does: the calls of a replay read and write the memory of the recorded ones."""
+
+    def __init__(self):
+        self.recorded = self.replayed = self.most_rows = 0
+
+    def __call__(self, step):
+        calls = Calls()
+        with Host(), calls:
+            output = step()
+        self.recorded, self.most_rows = self.recorded + 1, max(self.most_rows, len(output))
+
+        def run():
+            self.replayed += 1
+            for func, args, kwargs, outputs in calls.calls:
+                for saved, found in zip(tree_leaves(outputs), tree_leaves(func(*args, **kwargs)), strict=True):
+                    is_same = isinstance(saved, torch.Tensor) and saved.data_ptr() == found.data_ptr()
+                    if isinstance(saved, torch.Tensor) and not is_same:
+                        saved.copy_(found)
+            return output
+
+        return run
+
+
+def model_with_rows(kind, monkeypatch):
+    monkeypatch.setattr(replay, "_STRIDE", 32)
+    source = tiny_model(kind) if kind in ("llama", "qwen3", "gemma", "phi3") else model_of(kind)
+    return load_engine(source, tokenizer=tiny_tokenizer(), chunk_tokens=64, cache_bytes=20_000_000)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe", "gemma", "phi3", "gemma3_text", "mistral"])
+def test_replayed_rows_are_plain_ones(kind, monkeypatch):
+    """Behind the edges at which the step is recorded again, within windows and behind them, for rows that differ."""
+    model, draw, record = model_with_rows(kind, monkeypatch).engine.model, random.Random(0), Recorder()
+    starts = [[draw.randrange(256) for _ in range(size)] for size in (1, 30, 64, 230)]
+    both = [[KVBuffer(model.shape, 512) for _ in starts] for _ in range(2)]
+    for buffers in both:
+        for buffer, ids in zip(buffers, starts, strict=True):
+            for layer in buffer.layers:  # As new memory may be.
+                layer.keys.fill_(torch.nan)
+                layer.values.fill_(torch.nan)
+            model.forward(torch.tensor([ids]), buffer, logits=False)
+    replayed = ReplayedRows(model.network, both[0], model.sees, record)
+    for step in range(70):
+        tokens = [draw.randrange(256) for _ in starts]
+        found = replayed.step(tokens)
+        expected = [
+            model.forward(torch.tensor([[token]]), buffer) for token, buffer in zip(tokens, both[1], strict=True)
+        ]
+        torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-4, msg=f"step {step}")
+    for one, other in zip(*both, strict=True):
+        assert one.length == other.length
+        torch.testing.assert_close(one.read(0, one.length).keys, other.read(0, other.length).keys, rtol=1e-4, atol=1e-4)
+    assert record.recorded > 2
+    assert record.replayed == 70 - PLAIN_STEPS
+
+
+def test_answers_are_the_same_alone_and_together(monkeypatch):
+    engine, record = model_with_rows("llama", monkeypatch), Recorder()
+    model = engine.engine.model
+    assert model.record is None  # A CPU has no graphs.
+    asked = [f"How many boats are in harbour {number}?" for number in range(4)]
+    expected = [engine.generate(text, max_tokens=40).token_ids for text in asked]
+    model.use_replay(record)
+    assert model.record is record
+    assert model.batches
+    for at_once in (1, 4):
+        engine.clear_cache()
+        record.replayed = record.most_rows = 0
+        with ThreadPoolExecutor(at_once) as pool:
+            answers = list(pool.map(lambda text: engine.generate(text, max_tokens=40), asked))
+        assert [answer.token_ids for answer in answers] == expected
+        assert record.replayed > 0
+        assert (record.most_rows > 1) == (at_once > 1)
+    # What was decoded so is reused as any other KV.
+    again = engine.generate(asked[0], max_tokens=40)
+    assert again.usage.computed_tokens == 0
+    assert again.token_ids == expected[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+def test_a_model_that_cannot_be_recorded_decodes_plainly_and_says_why(kind, monkeypatch, caplog):
+    """A layer asks the host, or attention has sinks."""
+    engine, record = model_with_rows(kind, monkeypatch), Recorder()
+    if kind == "llama":
+        layer = engine.engine.model.network.model.layers[0]
+        compute = layer.forward
+        monkeypatch.setattr(layer, "forward", lambda hidden, **more: compute(hidden + 0 * hidden.sum().item(), **more))
+    expected = engine.generate("How many boats?", max_tokens=8).token_ids
+    with caplog.at_level(logging.WARNING, logger="kp_core"):
+        engine.engine.model.use_replay(record)
+    assert engine.engine.model.record is None
+    assert "are not recorded: " in caplog.text
+    assert engine.generate("How many boats?", max_tokens=8).token_ids == expected
+    assert record.replayed == 0
+
+
+def test_a_step_that_stops_being_recordable_goes_on_plainly(monkeypatch, caplog):
+    engine = model_with_rows("llama", monkeypatch)
+    model = engine.engine.model
+    expected = engine.generate("How many boats?", max_tokens=8).token_ids
+    model.use_replay(Recorder())
+
+    def fails(step):
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    model.record = fails
+    with caplog.at_level(logging.WARNING, logger="kp_core"):
+        assert engine.generate("How many boats?", max_tokens=8).token_ids == expected
+    assert "during capture" in caplog.text
