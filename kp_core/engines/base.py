@@ -139,9 +139,9 @@ class AttendingEngine(Engine, Protocol):
     def attention(self, plan: Plan, layers: int | None = None) -> Tensor | None:
         """How much the tokens behind the last region of `plan` attend to each pack in it.
 
-        The region is composed: the KV of its packs is moved there, and the tokens between them are masked. The result is the
-        largest weight of a token behind the region on a token of the pack, `(layers, heads, packs)`, of the first
-        `layers` if given. `None` if a pack has no KV.
+        The region is composed: the KV of its packs is moved there, and the tokens between them are masked. The result
+        is the largest weight of a token behind the region on a token of the pack, `(layers, heads, packs)`, of the
+        first `layers` if given. `None` if a pack has no KV.
         """
 
 
