@@ -107,7 +107,7 @@ docs: setup
 # The tables of docs/results.md, those that take minutes first; hours on two cores. KP_DATA names the folder of the data.
 KP_DATA ?= ../shared/data
 BENCH_OUT ?= bench-results
-BENCHMARKS := ttft windows size composition packets concurrency chains agent conformance routing accumulation steering programs grammar llamaindex kills scale dual editing objects
+BENCHMARKS := ttft windows size composition packets concurrency chains agent searches conformance routing accumulation steering programs grammar llamaindex kills scale dual editing objects
 bench: setup
 	mkdir -p $(BENCH_OUT)
 	for name in $(BENCHMARKS); do \

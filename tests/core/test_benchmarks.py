@@ -27,6 +27,7 @@ from benchmarks import (
     recognition,
     routing,
     scale,
+    searches,
     several,
     side_by_side,
     ttft,
@@ -412,6 +413,16 @@ def test_kept_answers_are_counted_against_exact_composition() -> None:
     assert row["high"] == pytest.approx(0.9544, abs=1e-4)
 
 
+@pytest.mark.slow
+def test_an_agent_that_searches(tmp_path: Path) -> None:
+    """Text and handles compute the same tokens; of what was selected, fewer are sent and computed."""
+    figures = run(searches, tmp_path, "--steps", "2", "--packs", "3", "--tokens", "40", "--limit", "1", "--asked", "1")
+    found = {name: rows[0] for name, rows in figures["conversations"].items()}
+    assert found["text"]["sent"] == found["exact"]["sent"] > found["select"]["sent"]
+    assert found["text"]["computed"] == found["exact"]["computed"] > found["select"]["computed"] > 0
+    assert found["text"]["right"] == found["exact"]["right"]
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -429,12 +440,12 @@ def test_answers_refuses_what_cannot_be_measured(given: list[str], said: str, ca
 
 @pytest.mark.slow
 def test_answers(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
+    out, composers = tmp_path / "out.json", ("splice", "select:packs=1", "reversed")
     asked = ["--sets", "needle", "--packs", "2", "--tokens", "30", "--orders", "given", "shuffled", "--timed", "1"]
-    arguments = [*asked, "--limit", "2", "--composers", "splice", "--seed", "3", "--json", str(out)]
+    arguments = [*asked, "--limit", "2", "--all", "--composers", *composers, "--seed", "3", "--json", str(out)]
     figures = answers.main([*arguments, "--plots", str(tmp_path)])
     assert [(row["order"], row["composer"]) for row in figures["rows"]] == [
-        (order, composer) for order in ("given", "shuffled") for composer in ("exact", "splice")
+        (order, composer) for order in ("given", "shuffled") for composer in ("exact", *composers)
     ]
     for row in figures["rows"]:
         assert set(row) == set(answers.COLUMNS)
