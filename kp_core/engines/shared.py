@@ -34,6 +34,10 @@ def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any
             make = importlib.import_module("kp_serve.engine").VLLMEngine
         server = make(engine, tokenizer=model, **settings)
         return Session(server, name=server.name)
+    if engine == "llama":
+        from kp_core.engines.llama.loading import load_session as load_gguf
+
+        return load_gguf(model, **settings)
     if engine is not None:
         module, _, name = engine.partition(":")
         try:

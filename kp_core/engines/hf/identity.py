@@ -25,6 +25,7 @@ from kp_core.prompt.template import ChatTemplate
 __all__ = [
     "checkpoint_folder",
     "commit_of",
+    "digest_files",
     "digest_tensors",
     "fingerprint_of",
     "identity_of",

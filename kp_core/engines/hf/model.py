@@ -32,11 +32,13 @@ from kp_core.engines.hf.kinds import (
     rope_parameters,
 )
 from kp_core.engines.hf.replay import Record, ReplayedRows, captured
-from kp_core.engines.hf.rows import Memory, Rows, run_ragged
+from kp_core.engines.hf.rows import Rows, run_ragged
 from kp_core.engines.hf.sampling import sampler_of
-from kp_core.engines.local.buffer import TILE, KVBuffer
+from kp_core.engines.local.buffer import TILE, BufferPool, KVBuffer
 from kp_core.engines.local.grammar import Constraint
+from kp_core.engines.local.model import Memory
 from kp_core.engines.local.scheduler import let_go
+from kp_core.engines.local.tree import PrefixTree
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.plan import Sampling
@@ -159,6 +161,10 @@ class CausalModel:
         if "compose" in lacks:
             lacks["attention"] = lacks["compose"]
         return lacks
+
+    def pool(self, tree: PrefixTree, cache_bytes: int) -> BufferPool:
+        """See `Model.pool`."""
+        return BufferPool(self.shape, tree, cache_bytes)
 
     @property
     def end_tokens(self) -> frozenset[int]:

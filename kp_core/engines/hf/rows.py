@@ -14,15 +14,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kp_core.engines.hf.attention import Sees, attend, grouped_rows, joined, keys_to_read, tile_of_each, tiles_of
 from kp_core.engines.local.buffer import TILE, BufferLayer, KVBuffer
+from kp_core.engines.local.model import Memory
 from kp_core.engines.local.tree import common_tokens
 
-__all__ = ["Memory", "Rows", "RowsLayer", "run_ragged"]
+__all__ = ["Rows", "RowsLayer", "run_ragged"]
 
 _SHORT = 2 * TILE
 """Rows with fewer tokens than this share one attention call without a common prefix, over a copy of their keys."""
-
-Memory = dict[int, dict[int, Tensor]]
-"""Where each group of rows copies keys, 0, and values, 1. Using tensors again is faster than new memory."""
 
 _SPARE = 16
 """Room for copies of tiles is allocated in multiples of this, so that one more row fits."""

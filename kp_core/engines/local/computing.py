@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from kp_core.engines.local.buffer import KVBuffer
+from kp_core.engines.local.model import Model
 from kp_core.engines.local.scheduler import Scheduler
 from kp_core.kv import KVTensors
 from kp_core.prompt.prompt import Prompt
 from kp_core.rope import Rope
-
-if TYPE_CHECKING:
-    from kp_core.engines.hf.model import CausalModel
 
 __all__ = ["Computing"]
 
@@ -30,7 +26,7 @@ class Computing:
 
     def __init__(
         self,
-        model: CausalModel,
+        model: Model,
         scheduler: Scheduler,
         buffer: KVBuffer,
         prompt: Prompt,

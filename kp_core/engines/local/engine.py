@@ -6,24 +6,22 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kp_core.engines.base import CAPABILITIES, TokenStream
-from kp_core.engines.local.buffer import BufferPool, Cancelled, KVBuffer
+from kp_core.engines.local.buffer import Cancelled, KVBuffer
 from kp_core.engines.local.fill import Run, attention, match, prefill
 from kp_core.engines.local.grammar import Grammars
+from kp_core.engines.local.model import Model
 from kp_core.engines.local.scheduler import OUT_OF_MEMORY, Decoding, Scheduler
 from kp_core.engines.local.tree import Node, PrefixTree
 from kp_core.errors import BusyError, CacheBudgetError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan import Plan
-
-if TYPE_CHECKING:
-    from kp_core.engines.hf.model import CausalModel
 
 __all__ = ["LocalEngine"]
 
@@ -34,7 +32,7 @@ _Result = TypeVar("_Result")
 
 
 class LocalEngine:
-    """Runs plans with a `CausalModel`. It is a `CachingEngine` with all capabilities that the model allows.
+    """Runs plans with a `Model`. It is a `CachingEngine` with all capabilities that the model allows.
 
     `identity` gives the fingerprint, and may take seconds. `check` is called before each request, and raises when the
     model has changed. After `renew`, both go by the model as it is then. `cache_bytes` is the budget for all KV in
@@ -46,7 +44,7 @@ class LocalEngine:
 
     def __init__(  # noqa: PLR0913 - what it is made of
         self,
-        model: CausalModel,
+        model: Model,
         tokenizer: Any,  # noqa: ANN401
         *,
         identity: Callable[[], ModelFingerprint],
@@ -66,7 +64,7 @@ class LocalEngine:
         """Most tokens of one forward pass."""
         self.tree = PrefixTree(cache_bytes, has_states=bool(model.shape.states))
         """The KV that prompts with the same beginning share."""
-        self.pool = BufferPool(model.shape, self.tree, cache_bytes)
+        self.pool = model.pool(self.tree, cache_bytes)
         """The buffers of requests."""
         self.scheduler = Scheduler(model, self.clear_cache)
         """Gives the model to one forward pass at a time."""

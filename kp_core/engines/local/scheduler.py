@@ -14,17 +14,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from kp_core.engines.local.buffer import KVBuffer
+from kp_core.engines.local.model import Memory, Model
 from kp_core.errors import CacheBudgetError
-
-if TYPE_CHECKING:
-    from kp_core.engines.hf.model import CausalModel
-    from kp_core.engines.hf.rows import Memory
 
 __all__ = ["OUT_OF_MEMORY", "Decoding", "Scheduler", "let_go"]
 
@@ -63,7 +58,7 @@ class Scheduler:
     Prompts that arrive together are prefilled before the next step, which they then share.
     """
 
-    def __init__(self, model: CausalModel, free_unused: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, model: Model, free_unused: Callable[[], None] = lambda: None) -> None:
         """`free_unused` frees the memory that no request uses, after a step found too little."""
         self._model, self._free_unused = model, free_unused
         self._changed = threading.Condition()

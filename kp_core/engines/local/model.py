@@ -1,0 +1,105 @@
+"""The interface to what computes: the local engine runs a model of any library through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kp_core.engines.local.buffer import BufferPool, CacheShape, KVBuffer
+from kp_core.engines.local.grammar import Constraint
+from kp_core.engines.local.tree import PrefixTree
+from kp_core.kv import KVTensors
+from kp_core.plan import Sampling
+from kp_core.rope import Rope
+
+__all__ = ["Memory", "Model"]
+
+Memory: TypeAlias = dict[int, dict[int, Tensor]]
+"""Where each group of rows copies keys, 0, and values, 1. Using tensors again is faster than new memory."""
+
+
+class Model(Protocol):
+    """Runs forward passes over KV buffers, one at a time, and writes KV to them."""
+
+    @property
+    def shape(self) -> CacheShape:
+        """The shape of its cache."""
+
+    @property
+    def max_positions(self) -> int:
+        """Most tokens of prompt and answer together."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the input token ids."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Length of the logits."""
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+
+    @property
+    def batches(self) -> bool:
+        """Whether several sequences can be computed in one pass."""
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        """See `Engine.lacks`; the engine has all other capabilities."""
+
+    @property
+    def rope(self) -> Rope:
+        """Moves keys; raises `UnsupportedRequestError` if they cannot be moved."""
+
+    def pool(self, tree: PrefixTree, cache_bytes: int) -> BufferPool:
+        """The buffers of requests, which may share the budget `cache_bytes` with the prefix tree."""
+
+    def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
+        """Run `ids`, `(1, new)`, behind the tokens of `buffer`. Returns the logits at the last, `(1, vocabulary)`."""
+
+    def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
+        """As `forward`, but returns the logits at every token, `(new, vocabulary)`."""
+
+    def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Run `tokens` behind each buffer in one pass. Returns the logits at the last of each, `(rows, vocabulary)`."""
+
+    def rows(self, buffers: Sequence[KVBuffer], memory: Memory | None = None) -> Callable[[Sequence[int]], Tensor]:
+        """A function that runs one token behind each buffer in one pass, and returns logits, `(rows, vocabulary)`."""
+
+    def forward_at(
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        past: KVTensors | None,
+        past_positions: Sequence[int],
+        *,
+        layers: int | None = None,
+    ) -> KVTensors:
+        """See `Forward.__call__`."""
+
+    def forward_among(  # noqa: PLR0913
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        buffer: KVBuffer,
+        places: Sequence[int],
+        *,
+        held: Sequence[int] | None = None,
+        unseen: Sequence[int] = (),
+        weights: list[Tensor] | None = None,
+        logits: bool = False,
+    ) -> Tensor | None:
+        """Compute `ids` at `positions` and write their KV to `places` of `buffer`; see `Forward.anew`."""
+
+    def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
+        """See `Forward.soft`."""
+
+    def sampler(
+        self, sampling: Sampling, prompt_ids: Sequence[int], constraint: Constraint | None
+    ) -> Callable[[Tensor, int], int]:
+        """A function that chooses the next token from logits and the number of tokens that may still come."""
