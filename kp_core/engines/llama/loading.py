@@ -14,7 +14,7 @@ import torch
 
 from kp_core.bundled import BUNDLED_MODEL, installed_file
 from kp_core.engines.hf.identity import digest_files, load_tokenizer, stamp_files, tokenizer_identity
-from kp_core.engines.hf.loading import BUNDLED_VERSION, KV_SHARE, memory_bytes
+from kp_core.engines.hf.loading import BUNDLED_VERSION, KV_SHARE, converted, memory_bytes
 from kp_core.engines.llama.context import Context
 from kp_core.engines.llama.model import LlamaModel
 from kp_core.engines.llama.state import TYPES
@@ -69,7 +69,9 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         batch_tokens=chunk_tokens,
         gpu_layers=gpu_layers,
     )
-    tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
+    if tokenizer is None:  # Converting one takes seconds.
+        name = blake2b(f"{path.resolve()}{stamp}".encode(), digest_size=16).hexdigest()
+        tokenizer = load_tokenizer(converted(f"tokenizer-{name}", lambda to: load_tokenizer(path).save_pretrained(to)))
     template = ChatTemplate(tokenizer, template_options)
     _check_ids(context, tokenizer)
     causal = LlamaModel(context, kv_dtype)
@@ -113,8 +115,8 @@ def _check_ids(context: Context, tokenizer: Any) -> None:  # noqa: ANN401
         other = read(context.vocab, token).decode(errors="replace")
         if text is not None and text != other:
             raise ModelError(
-                f"The token {token} is {text!r} for the tokenizer, and {other!r} for llama.cpp. Pass the `tokenizer` of "
-                "this model."
+                f"The token {token} is {text!r} for the tokenizer, and {other!r} for llama.cpp. Pass the `tokenizer` "
+                "of this model."
             )
     if len(tokenizer) > context.vocabulary:
         raise ModelError(f"The tokenizer has {len(tokenizer):,} tokens; the model has {context.vocabulary:,}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import Literal, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.tree import PrefixTree
 from kp_core.errors import UnsupportedRequestError
-from kp_core.kv import KVTensors
 from kp_core.plan import Sampling
 from kp_core.rope import Rope
 
@@ -55,17 +54,19 @@ class LlamaModel:
         self.end_tokens = frozenset(
             token for token in range(self.vocabulary) if lib.llama_vocab_is_eog(context.vocab, token)
         )
-        self.lacks = MappingProxyType({
-            "bitwise": "llama.cpp rounds by how many tokens a pass has, and by who else is computed in it",
-            "compose": "llama.cpp computes tokens only behind all others of their sequence",
-        })
+        self.lacks = MappingProxyType(
+            {
+                "bitwise": "llama.cpp rounds by how many tokens a pass has, and by who else is computed in it",
+                "compose": "llama.cpp computes tokens only behind all others of their sequence",
+            }
+        )
 
     def pool(self, tree: PrefixTree, cache_bytes: int) -> SequencePool:  # noqa: ARG002 - the cells are the budget
         """The buffers of requests."""
         return SequencePool(self.context, self._layout, tree)
 
     def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
-        """Run `ids`, `(1, new)`, behind the tokens of a buffer. Returns the logits at the last one, `(1, vocabulary)`."""
+        """Run `ids`, `(1, new)`, behind the tokens of a buffer. Returns logits at the last one, `(1, vocabulary)`."""
         found = self._behind(buffer, ids[0].tolist(), "last" if logits else "none")
         return found[-1:] if logits else None
 
@@ -86,22 +87,12 @@ class LlamaModel:
     @property
     def rope(self) -> Rope:
         """Raises `UnsupportedRequestError`."""
-        raise self._refusal()
+        self._refuse()
 
-    def forward_at(self, *_: object, **__: object) -> KVTensors:
-        """Raises `UnsupportedRequestError`."""
-        raise self._refusal()
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {self.lacks['compose']}.")
 
-    def forward_among(self, *_: object, **__: object) -> Tensor | None:
-        """Raises `UnsupportedRequestError`."""
-        raise self._refusal()
-
-    def forward_soft(self, *_: object, **__: object) -> KVTensors:
-        """Raises `UnsupportedRequestError`."""
-        raise self._refusal()
-
-    def _refusal(self) -> UnsupportedRequestError:
-        return UnsupportedRequestError(f"Tokens of this model stay where they were computed: {self.lacks['compose']}.")
+    forward_at = forward_among = forward_soft = _refuse
 
     def sampler(
         self, sampling: Sampling, prompt_ids: Sequence[int], constraint: Constraint | None
@@ -128,7 +119,9 @@ class LlamaModel:
         sequences = cast("Sequence[SequenceBuffer]", buffers)
 
         def decode() -> Tensor:
-            logits = self.context.decode([buffer.row(ids) for buffer, ids in zip(sequences, tokens, strict=True)], outputs)
+            logits = self.context.decode(
+                [buffer.row(ids) for buffer, ids in zip(sequences, tokens, strict=True)], outputs
+            )
             for buffer, ids in zip(sequences, tokens, strict=True):
                 buffer.passed(buffer.length + len(ids))
             return torch.from_numpy(logits)

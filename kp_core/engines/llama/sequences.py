@@ -16,10 +16,9 @@ from kp_core.plan import Limit
 
 __all__ = ["SequenceBuffer", "SequencePool"]
 
-class SequenceBuffer(KVBuffer):
-    """A buffer whose KV is in the cells of a sequence. `read` and `view_of` copy it; nothing can be written in place."""
 
-    is_in_place = False
+class SequenceBuffer(KVBuffer):
+    """A buffer whose KV is in the cells of a sequence. `read` and `view_of` copy it."""
 
     def __init__(self, context: Context, layout: StateLayout, capacity: int) -> None:
         super().__init__(replace(layout.shape, layers=()), 0)

@@ -119,7 +119,9 @@ class StateLayout:
 
     def _places(self, tokens: int) -> Iterator[tuple[int, int, int]]:
         """For the keys and then the values of each layer: heads, their dimension, and the offset of the first row."""
-        sides = [(heads, key) for heads, key, _ in self.shape.layers] + [(heads, value) for heads, _, value in self.shape.layers]
+        sides = [(heads, key) for heads, key, _ in self.shape.layers] + [
+            (heads, value) for heads, _, value in self.shape.layers
+        ]
         offset = _HEAD.itemsize + _CELL.itemsize * tokens + _LAYERS.itemsize
         for heads, dim in sides:
             offset += _ROWS.itemsize

@@ -115,9 +115,6 @@ class KVBuffer:
     They belong to the last filled token if `has_states`; otherwise they are invalid.
     """
 
-    is_in_place = True
-    """Whether `view_of` gives the memory of the buffer itself, to be written to."""
-
     def __init__(self, shape: CacheShape, capacity: int) -> None:
         self.capacity = capacity = -(-capacity // TILE) * TILE
 

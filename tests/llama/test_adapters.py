@@ -1,0 +1,39 @@
+"""The conformance suites of both adapters, on the engine over llama.cpp."""
+
+import pytest
+
+pytest.importorskip("langchain_tests")
+pytest.importorskip("llama_index.core")
+
+from kp_llamaindex import KnowledgePackLLM
+from tests.langchain.test_standard import TextModel
+from tests.llama.conftest import load
+from tests.llamaindex.suite import CHECKS, Subject
+
+_LOADED = []
+
+
+def shared():
+    if not _LOADED:
+        _LOADED.append(load())
+    return _LOADED[0]
+
+
+class TestLangChain(TextModel):
+    @property
+    def chat_model_params(self):
+        return {"engine": shared(), "max_tokens": 64, "temperature": 0}
+
+
+BATCHED = pytest.mark.xfail(strict=False, reason="llama.cpp rounds a batch in another way than one answer")
+
+
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param(check, marks=BATCHED if "several times" in str(check) else (), id=str(check)) for check in CHECKS],
+)
+async def test_llama_index(check):
+    def make():
+        return KnowledgePackLLM(engine=shared(), max_tokens=40)
+
+    await check(Subject(make, revive=lambda data: KnowledgePackLLM.from_dict(data, engine=shared())))

@@ -1,0 +1,136 @@
+"""The state of a sequence is read and written as llama.cpp lays it out, or refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from kp_core.engines.llama.state import StateLayout
+from kp_core.engines.local.buffer import CacheShape
+from kp_core.errors import KVShapeError, ModelError
+
+IDS = torch.randint(100, 40_000, (700,), generator=torch.Generator().manual_seed(0)).tolist()
+PREFIX, PACK, QUESTION = slice(0, 30), slice(30, 680), slice(680, 700)
+
+
+@pytest.fixture
+def context(llama):
+    context = llama.engine.model.context
+    llama.clear_cache()
+    yield context
+    for sequence in range(4):
+        context.call(context.remove, sequence)
+
+
+@pytest.fixture(scope="module")
+def layout(llama):
+    return StateLayout(llama.engine.model.shape)
+
+
+def compute(context, sequence, part):
+    """The logits behind some of the ids."""
+    start = part.start
+    for at in range(start, part.stop, 512):
+        logits = context.call(context.decode, [(sequence, at, IDS[at : min(at + 512, part.stop)])])
+    return logits[-1]
+
+
+def restore(context, layout, sequence, kv, start):
+    context.call(context.restore, sequence, layout.size(kv.tokens), lambda state: layout.write(kv, start, state))
+
+
+def test_a_pack_behind_its_prefix_in_another_sequence_gives_the_same_bits(context, layout):
+    compute(context, 0, slice(PREFIX.start, PACK.stop))
+    prefix, pack = (layout.read(context.call(context.state, 0, part.start, part.stop)) for part in (PREFIX, PACK))
+    expected = compute(context, 0, QUESTION)
+    restore(context, layout, 1, prefix, 0)
+    restore(context, layout, 1, pack, PACK.start)
+    assert np.array_equal(compute(context, 1, QUESTION), expected)
+    assert layout.read(context.call(context.state, 1, PACK.start, PACK.stop)).equal(pack)
+
+
+def test_what_is_written_is_what_llama_cpp_writes(context, layout):
+    compute(context, 0, slice(0, 100))
+    state = context.call(context.state, 0, 20, 100)
+    again = np.empty_like(state)
+    layout.write(layout.read(state), 20, again)
+    state[4:8] = again[4:8] = 0  # The number of the sequence, here and in each cell, counts for nothing.
+    cells = [part[16 : 16 + 12 * 80].view("<i4").reshape(80, 3) for part in (state, again)]
+    for part in cells:
+        part[:, 2] = 0
+    assert np.array_equal(state, again)
+
+
+def test_cells_that_lie_in_another_order_are_read_by_position(context, layout):
+    """Where cells of another sequence were freed, llama.cpp fills the gaps first or last, as it finds them."""
+    compute(context, 0, slice(0, 40))
+    compute(context, 1, slice(0, 40))
+    expected = layout.read(context.call(context.state, 0, 0, 40))
+    context.call(context.remove, 1, 10, 20)
+    state = context.call(context.state, 0, 0, 40)
+    shuffled = state.copy()
+    cells = shuffled[16 : 16 + 12 * 40].view("<i4").reshape(40, 3)
+    order = np.arange(40)[::-1]
+    cells[:] = cells[order]
+    at = 16 + 12 * 40 + 8
+    for _ in range(2 * 30):
+        rows = shuffled[at + 12 : at + 12 + 40 * 384].reshape(40, 384)
+        rows[:] = rows[order].copy()
+        at += 12 + 40 * 384
+    assert layout.read(shuffled).equal(expected)
+
+
+SMALL = StateLayout(CacheShape(((1, 4, 4), (2, 4, 2)), torch.float16, torch.device("cpu")))
+
+
+def written(tokens=3, start=5):
+    kv, state = SMALL.empty(tokens), np.empty(SMALL.size(tokens), np.uint8)
+    for tensor in (*kv.keys, *kv.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+    SMALL.write(kv, start, state)
+    return kv, state
+
+
+def test_layers_of_different_heads_and_dimensions():
+    kv, state = written()
+    assert SMALL.read(state).equal(kv)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_the_fewest_tokens(tokens):
+    assert SMALL.empty(tokens).tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "said"),
+    [
+        (0, b"\0\0\0\0", "magic"),
+        (8, b"\2\0\0\0", "streams"),
+        (12, b"\xff\xff\xff\x0f", "cells"),
+        (12, b"\2\0\0\0", "bytes for 2 tokens"),
+        (16, b"\7\0\0\0", "gaps"),
+        (20, b"\2\0\0\0", "several sequences"),
+        (16 + 36, b"\1\0\0\0", "transposed"),
+        (16 + 36 + 4, b"\3\0\0\0", "layers"),
+        (16 + 36 + 8, b"\x08\0\0\0", "type"),
+        (16 + 36 + 12, b"\x09\0\0\0", "bytes of a row"),
+    ],
+)
+def test_another_layout_is_refused_by_what_it_has(at, value, said):
+    _, state = written()
+    state[at : at + len(value)] = np.frombuffer(value, np.uint8)
+    with pytest.raises(ModelError, match=said) as error:
+        SMALL.read(state)
+    assert "0.3.36" in str(error.value)
+
+
+def test_each_shorter_state_is_refused():
+    _, state = written()
+    for size in range(len(state)):
+        with pytest.raises(ModelError, match="llama-cpp-python"):
+            SMALL.read(state[:size])
+
+
+def test_kv_of_another_shape_is_not_written():
+    other = StateLayout(CacheShape(((1, 4, 4),), torch.float16, torch.device("cpu")))
+    with pytest.raises(KVShapeError, match="expected that of this model"):
+        SMALL.write(other.empty(3), 0, np.empty(SMALL.size(3), np.uint8))
