@@ -28,10 +28,10 @@ class TestLangChain(TextModel):
 BATCHED = pytest.mark.xfail(strict=False, reason="llama.cpp rounds a batch in another way than one answer")
 
 
-@pytest.mark.parametrize(
-    "check",
-    [pytest.param(check, marks=BATCHED if "several times" in str(check) else (), id=str(check)) for check in CHECKS],
-)
+ROWS = [pytest.param(check, marks=BATCHED if "several times" in str(check) else (), id=str(check)) for check in CHECKS]
+
+
+@pytest.mark.parametrize("check", ROWS)
 async def test_llama_index(check):
     def make():
         return KnowledgePackLLM(engine=shared(), max_tokens=40)

