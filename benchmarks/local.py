@@ -160,7 +160,7 @@ def of_alone(alone: Alone, engine: Session, pack: KnowledgePack, questions: Sequ
             memory.append(timed(lambda: alone.prefill(ids[start:], start)))  # noqa: B023 - called at once
 
             def from_disk() -> None:
-                alone.load(Path(folder) / "slot", len(ids))
+                alone.load(Path(folder) / "slot", len(ids))  # noqa: B023
                 alone.prefill(ids[start:], start)  # noqa: B023
 
             alone.clear()

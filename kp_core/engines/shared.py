@@ -20,9 +20,10 @@ _loading = threading.Lock()
 def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any) -> Session:  # noqa: ANN401
     """A session for a Hugging Face id, a folder or a model object; see `kp_core.engines.hf.load_session`.
 
-    Without `model`, loads the bundled SmolLM2-135M-Instruct. `model` may also be any `Engine`. `engine` may name a
-    function that makes one, as `package.module:function`; it is called with `model` and `settings`. `engine` may also
-    be the address of a server (`http://…`, see `kp_serve.engine.VLLMEngine`), which then answers. In this case `model`
+    Without `model`, loads the bundled SmolLM2-135M-Instruct. `model` may also be any `Engine`. With `engine="llama"`,
+    llama.cpp runs a GGUF file; see `kp_core.engines.llama.loading.load_session`. `engine` may name a function that
+    makes an engine, as `package.module:function`; it is called with `model` and `settings`. `engine` may also be the
+    address of a server (`http://…`, see `kp_serve.engine.VLLMEngine`), which then answers. In this case `model`
     is the folder or id of the tokenizer, needed only if it differs from the one that the server names, and `api_key`
     may be given. Raises `ModelError` for any other `model` or `engine` and for a `dtype` with a server, and
     `MissingDependencyError` for an address when `kp_serve` is not installed.
@@ -43,7 +44,7 @@ def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any
         try:
             make = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ModelError(f"Got engine={engine!r}; expected 'package.module:function' ({error}).") from error
+            raise ModelError(f"Got engine={engine!r}; expected 'package.module:function', 'llama', or an address ({error}).") from error
         return session_of(make(model, **settings))
     if isinstance(model, Session | Engine):
         return session_of(model)
