@@ -10,7 +10,8 @@ tokens, seconds:
 - tokens a second: of one answer of 64 tokens, first token aside, and of eight answers together behind one pack.
 
 *llama.cpp alone* is a loop around `llama_decode` that takes the most likely token: no template, no tokenizer, no
-sampling. So its figures are floors. All have the threads that torch uses.
+sampling. So its figures are floors. All have the threads that torch uses. With one thread (`OMP_NUM_THREADS=1`),
+seconds are processor time, which other processes on the machine disturb less.
 
 Last, `--questions` of HotpotQA behind the text of their facts: how many answers of 16 tokens differ between packs and
 the plain string, and how many differ in llama.cpp alone if it computes the same tokens in two passes, cut where the
@@ -94,11 +95,16 @@ class Alone:
         call(lib.llama_state_seq_load_file, self._context.context, str(path).encode(), 0, array, most, size)
 
 
+def now() -> float:
+    """Seconds on the clock of this run."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
 def timed(act: Callable[[], object]) -> float:
     """The seconds that `act` takes."""
-    began = time.perf_counter()
+    began = now()
     act()
-    return time.perf_counter() - began
+    return now() - began
 
 
 def of_session(engine: Session, pack: KnowledgePack, questions: Sequence[str]) -> dict[str, float]:
@@ -134,9 +140,9 @@ def together(engine: Session, handle: str, users: int, **options: Any) -> float:
     asked = {at: common.prompt([handle], f"{_ASKED} Begin with the number {at}.") for at in range(users)}
 
     def seconds(tokens: int) -> tuple[float, int]:
-        began = time.perf_counter()
+        began = now()
         answers = list(engine.generate_many(asked, max_tokens=tokens, progress=False, **options))
-        return time.perf_counter() - began, sum(answer.usage.completion_tokens for _, answer in answers)
+        return now() - began, sum(answer.usage.completion_tokens for _, answer in answers)
 
     seconds(1)
     (short, few), (long, many) = seconds(1), seconds(_ANSWER)

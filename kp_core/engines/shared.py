@@ -44,7 +44,9 @@ def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any
         try:
             make = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ModelError(f"Got engine={engine!r}; expected 'package.module:function', 'llama', or an address ({error}).") from error
+            raise ModelError(
+                f"Got engine={engine!r}; expected 'package.module:function', 'llama', or an address ({error})."
+            ) from error
         return session_of(make(model, **settings))
     if isinstance(model, Session | Engine):
         return session_of(model)

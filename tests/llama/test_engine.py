@@ -106,6 +106,21 @@ def test_eight_users_get_the_answers_that_each_gets_alone(llama, store):
     assert len(context.free_ids) == context_module.MOST_SEQUENCES
 
 
+def test_users_of_one_pack_share_its_cells(llama, store):
+    handle = store.put(llama.build_pack(TEXTS[2]))
+    llama.clear_cache()
+    context, view = llama.engine.model.context, store.view("default")
+    streams = [llama.stream(f"{handle}\nWho is keeper {at}?", view=view, max_tokens=4) for at in range(6)]
+    used = []
+    for stream in streams:
+        next(stream)
+        used.append(context.call(context.used_cells, llama.bytes_per_token))
+    assert used[0] > 90
+    assert max(after - before for before, after in itertools.pairwise(used)) < 30
+    for stream in streams:
+        stream.close()
+
+
 def test_a_conversation_goes_on_from_what_was_said(llama):
     llama.clear_cache()
     messages = [{"role": "user", "content": QUESTION}]

@@ -43,7 +43,7 @@ class SequenceBuffer(KVBuffer):
     def fork(self, source: SequenceBuffer, tokens: int) -> None:
         """Begin with the first `tokens` tokens of `source`."""
         self._context.call(self._context.copy, source.id, self.id, 0, tokens)
-        self._length = tokens
+        self._length, self.runs = tokens, source.runs
 
     def truncate(self, length: int) -> None:
         """See `KVBuffer.truncate`."""
