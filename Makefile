@@ -63,7 +63,7 @@ setup-llama: setup
 	@$(BIN)/python -c 'import llama_cpp' 2>/dev/null || { \
 	  ls $(WHEELS)/llama_cpp_python-$(lastword $(subst ==, ,$(LLAMA)))-*.whl >/dev/null 2>&1 || { \
 	    echo "Building $(LLAMA), once; this takes 10 to 20 minutes."; \
-	    CMAKE_ARGS="$(LLAMA_CMAKE) $(CMAKE_ARGS)" nice -n 19 $(PIP) wheel --quiet --no-deps --no-binary :all: -w $(WHEELS) $(LLAMA); } && \
+	    CMAKE_ARGS="$(LLAMA_CMAKE) $(CMAKE_ARGS)" nice -n 19 $(PIP) wheel --quiet --no-deps --no-binary llama-cpp-python -w $(WHEELS) $(LLAMA); } && \
 	  $(PIP) install --quiet --no-deps --find-links $(WHEELS) $(LLAMA) diskcache==5.6.3; }
 
 demo: setup

@@ -130,6 +130,14 @@ def test_each_shorter_state_is_refused():
             SMALL.read(state[:size])
 
 
+@pytest.mark.parametrize("dims", [(64, 32), (4, 2), (4, 4)])
+def test_a_first_state_of_other_heads_is_refused(dims):
+    """As multi-head latent attention, without values, or positions of several dimensions would give."""
+    _, state = written()
+    with pytest.raises(ModelError, match="llama-cpp-python"):
+        StateLayout.measured(state[: -10 * dims[0]], torch.float16, *dims)
+
+
 def test_kv_of_another_shape_is_not_written():
     other = StateLayout(CacheShape(((1, 4, 4),), torch.float16, torch.device("cpu")))
     with pytest.raises(KVShapeError, match="expected that of this model"):

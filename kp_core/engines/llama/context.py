@@ -66,7 +66,7 @@ class Context:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=self._thread.removesuffix("_0"))
         self.call(self._load, path, gpu_layers)
         self.call(self._begin, cells, dtype, threads)
-        self._batch = _Batch(self.lib, batch_tokens)
+        self._batch = self.lib.llama_batch_init(batch_tokens, 0, 1)
 
     def call(self, act: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """What `act` returns, in the thread of llama.cpp. It runs to its end, also if the caller is interrupted."""
@@ -118,38 +118,35 @@ class Context:
         """Length of the logits."""
         return int(self.lib.llama_vocab_n_tokens(self.vocab))
 
-    @cached_property
-    def metadata(self) -> dict[str, str]:
-        """The metadata of the file by name, without the lists of its tokenizer."""
-        lib, found = self.lib, dict[str, str]()
-        for index in range(lib.llama_model_meta_count(self.model)):
-            name, value = (
-                self._text(read, index)
-                for read in (lib.llama_model_meta_key_by_index, lib.llama_model_meta_val_str_by_index)
-            )
-            found[name] = value
-        return {name: value for name, value in found.items() if not value.startswith("[")}
-
-    def _text(self, read: Callable[..., int], index: int) -> str:
-        text = ctypes.create_string_buffer(read(self.model, index, None, 0) + 1)
-        read(self.model, index, text, len(text))
-        return text.value.decode(errors="replace")
+    def metadata(self, name: str) -> str | None:
+        """The value of that name in the file, of at most 255 characters; `None` if there is none."""
+        text = ctypes.create_string_buffer(256)
+        size = self.lib.llama_model_meta_val_str(self.model, name.encode(), text, len(text))
+        return text.value.decode(errors="replace") if size >= 0 else None
 
     def decode(self, rows: Sequence[Row], outputs: Literal["none", "last", "all"] = "last") -> npt.NDArray[np.float32]:
         """Compute tokens of several sequences in one pass. Returns logits `(outputs, vocabulary)`, of each row in turn.
 
         Raises `CacheBudgetError` without free cells, and `ModelError` if llama.cpp fails; then no row has new tokens.
         """
-        at = self._batch.fill(rows, outputs)
-        status = self.lib.llama_decode(self.context, self._batch.struct)
+        batch, indices = self._batch, list[int]()
+        batch.n_tokens = 0
+        for sequence, start, ids in rows:
+            for position, token in enumerate(ids, start):
+                at = batch.n_tokens
+                batch.token[at], batch.pos[at], batch.n_seq_id[at], batch.seq_id[at][0] = token, position, 1, sequence
+                batch.logits[at] = outputs == "all" or (outputs == "last" and position == start + len(ids) - 1)
+                indices += [at] if batch.logits[at] else []
+                batch.n_tokens += 1
+        status = self.lib.llama_decode(self.context, batch)
         if status:
             for sequence, start, _ in rows:
                 self.remove(sequence, start)
             if status == _NO_CELL:
                 raise CacheBudgetError(f"The {self.cells:,} cells of the context are taken. Load with more `cells`.")
-            raise _failed(f"llama.cpp failed to compute {self._batch.struct.n_tokens} tokens ({status})")
-        logits = np.empty((len(at), self.vocabulary), np.float32)
-        for row, index in zip(logits, at, strict=True):
+            raise _failed(f"llama.cpp failed to compute {batch.n_tokens} tokens ({status})")
+        logits = np.empty((len(indices), self.vocabulary), np.float32)
+        for row, index in zip(logits, indices, strict=True):
             source = self.lib.llama_get_logits_ith(self.context, index)
             ctypes.memmove(row.ctypes.data, source, row.nbytes)
         return logits
@@ -196,40 +193,6 @@ class Context:
         """
         size = int(self.lib.llama_state_get_size(self.context)) - self._empty_bytes
         return -(-size // cell_bytes) if size else 0
-
-
-class _Batch:
-    """The input of `llama_decode`, with memory of its own."""
-
-    def __init__(self, lib: Any, tokens: int) -> None:  # noqa: ANN401
-        self._ids, self._positions, self._counts, self._sequences = (np.ones(tokens, np.int32) for _ in range(4))
-        self._outputs = np.zeros(tokens, np.int8)
-        # Each token has a list of sequences, here of one.
-        self._lists = self._sequences.ctypes.data + 4 * np.arange(tokens, dtype=np.uint64)
-        kinds = dict(lib.llama_batch._fields_)
-        self.struct = lib.llama_batch()
-        """The struct `llama_batch`."""
-        for name, array in (
-            ("token", self._ids),
-            ("pos", self._positions),
-            ("n_seq_id", self._counts),
-            ("seq_id", self._lists),
-            ("logits", self._outputs),
-        ):
-            setattr(self.struct, name, ctypes.cast(array.ctypes.data, kinds[name]))
-
-    def fill(self, rows: Sequence[Row], outputs: str) -> list[int]:
-        """Set the tokens. Returns the indices of those that get logits."""
-        at, ends = 0, list[int]()
-        for sequence, start, ids in rows:
-            stop = at + len(ids)
-            self._ids[at:stop], self._positions[at:stop] = ids, range(start, start + len(ids))
-            self._sequences[at:stop], self._outputs[at:stop] = sequence, outputs == "all"
-            self._outputs[stop - 1] = outputs != "none"
-            ends.append(stop - 1)
-            at = stop
-        self.struct.n_tokens = at
-        return {"none": [], "last": ends, "all": list(range(at))}[outputs]
 
 
 _errors = deque[str](maxlen=4)  # The last ones that llama.cpp logged. It has one log for all models.

@@ -80,15 +80,13 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     def identity() -> ModelFingerprint:
         if stamp_files(path) != stamp:
             raise ModelChangedError(f"The file {str(path)!r} changed after it was loaded. Make a new engine.")
-        config = {name: value for name, value in context.metadata.items() if not name.startswith("tokenizer.")}
-        rope = {name: value for name, value in config.items() if ".rope." in name}
-        config_json = json.dumps(config, sort_keys=True).encode()
+        kind = context.metadata("general.architecture")
         return ModelFingerprint(
             weights=digest_files(path),
             adapters="none",
-            # The keys of llama.cpp turn other pairs of dimensions than those of transformers: another model, to a pack.
-            config="llama.cpp " + blake2b(config_json, digest_size=16).hexdigest(),
-            rope=json.dumps(rope, sort_keys=True),
+            # Keys of llama.cpp turn other pairs of dimensions than those of transformers, so it is another model.
+            config=f"llama.cpp, {kind}",
+            rope=json.dumps({"freq_base": context.metadata(f"{kind}.rope.freq_base")}),
             dtype=str(kv_dtype).removeprefix("torch."),
             engine="llama.cpp",
             passes=f"llama-cpp-python {context.release}",

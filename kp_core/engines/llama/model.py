@@ -40,10 +40,9 @@ class LlamaModel:
         self.context = context
         """The model and its KV."""
         lib, model = context.lib, context.model
-        meta = context.metadata
-        architecture = meta["general.architecture"]
+        kind = context.metadata("general.architecture")
         width = int(lib.llama_model_n_embd(model)) // int(lib.llama_model_n_head(model))
-        dims = (int(meta.get(f"{architecture}.attention.{side}_length", width)) for side in ("key", "value"))
+        dims = (int(context.metadata(f"{kind}.attention.{side}_length") or width) for side in ("key", "value"))
         context.call(context.decode, [(0, 0, [0] * _PROBE)], "none")
         self._layout = StateLayout.measured(context.call(context.state, 0, 0, _PROBE), dtype, *dims)
         context.call(context.remove, 0)

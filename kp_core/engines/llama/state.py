@@ -53,11 +53,9 @@ class StateLayout:
             widths.append(int(_numbers(state, _ROWS, at)["bytes"][0]) // dtype.itemsize)
             at += _ROWS.itemsize + widths[-1] * dtype.itemsize * _cells(state)
         layers = tuple((width // key_dim, key_dim, value_dim) for width in widths[:count])
-        layout = cls(CacheShape(layers, dtype, torch.device("cpu")))
-        expected = [heads * dim for heads, *dims in layers for dim in dims[:1]]
-        expected += [heads * dim for heads, *dims in layers for dim in dims[1:]]
-        if widths != expected:
+        if widths != [heads * dims[side] for side in (0, 1) for heads, *dims in layers]:
             raise _unknown(f"rows of {widths} numbers")
+        layout = cls(CacheShape(layers, dtype, torch.device("cpu")))
         layout.read(state)
         return layout
 
@@ -145,7 +143,9 @@ def _cells(state: np.ndarray) -> int:
 
 
 def _numbers(state: np.ndarray, dtype: np.dtype, offset: int, count: int = 1) -> np.ndarray:
-    """A view of `count` records of `state`."""
+    """A view of `count` records of `state`. Raises `ModelError` if it ends before."""
+    if offset + count * dtype.itemsize > len(state):
+        raise _unknown(f"{len(state):,} bytes")
     return np.frombuffer(state, dtype, count, offset)
 
 
