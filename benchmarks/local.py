@@ -218,11 +218,11 @@ def run(lengths: Sequence[int], questions: int, repeats: int, path: Path, data: 
     passages = common.read_passages(path)
     rows: list[dict[str, Any]] = []
     for tokens in lengths:
+        packs = {name: knowledge(engine, passages, tokens) for name, engine in engines.items()}
         for name, engine in engines.items():
-            pack = knowledge(engine, passages, tokens)
-            rows.append({"what": name, "tokens": tokens, **of_session(engine, pack, asked)})
-        pack = knowledge(next(iter(engines.values())), passages, tokens)
-        figures = of_alone(alone, next(iter(engines.values())), pack, asked)
+            rows.append({"what": name, "tokens": tokens, **of_session(engine, packs[name], asked)})
+        name = "packs in llama.cpp"
+        figures = of_alone(alone, engines[name], packs[name], asked)
         rows.append({"what": "llama.cpp alone", "tokens": tokens, **figures})
     counts = differing(engines["packs in llama.cpp"], alone, common.read_examples(data, questions)) if questions else {}
     return {"ready_s": ready, "threads": torch.get_num_threads(), "rows": rows, **counts}
