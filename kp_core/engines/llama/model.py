@@ -55,6 +55,7 @@ class LlamaModel:
         )
         self.lacks = MappingProxyType(
             {
+                "attention": "llama.cpp does not tell its attention weights",
                 "bitwise": "llama.cpp rounds by how many tokens a pass has, and by who else is computed in it",
                 "compose": "llama.cpp computes tokens only behind all others of their sequence",
             }

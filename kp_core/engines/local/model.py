@@ -91,7 +91,8 @@ class Model(Protocol):
         *,
         held: Sequence[int] | None = None,
         unseen: Sequence[int] = (),
-        weights: list[Tensor] | None = None,
+        weights: Callable[[Tensor], None] | None = None,
+        layers: int | None = None,
         logits: bool = False,
     ) -> Tensor | None:
         """Compute `ids` at `positions` and write their KV to `places` of `buffer`; see `Forward.anew`."""
