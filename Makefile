@@ -140,6 +140,8 @@ bench: setup
 	  KP_DATA=$(KP_DATA) $(BIN)/python -m benchmarks.equivalence --limit 60 --compare-only --dtype $$dtype \
 	    --json $(BENCH_OUT)/equivalence-ways-$$dtype.json || exit 1; \
 	done
+	if $(BIN)/python -c 'import llama_cpp' 2>/dev/null; then KP_DATA=$(KP_DATA) $(BIN)/python -m benchmarks.local --json $(BENCH_OUT)/local.json || exit 1; \
+	else echo "Left out benchmarks.local: 'make setup-llama' installs what it needs."; fi
 	if [ -x $(VLLM)/bin/python ]; then export KP_DATA=$(KP_DATA); \
 	  $(VLLM)/bin/python -m benchmarks.vllm --after-restart 10 --spliced 5 --json $(BENCH_OUT)/vllm.json && \
 	  $(VLLM)/bin/python -m benchmarks.vllm --dtype float32 --requests 0 --questions 100 --steered 100 --crowded 1000 --isolated 10000 \
