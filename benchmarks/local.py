@@ -7,7 +7,7 @@ tokens, seconds:
 - memory: the pack (llama.cpp alone: the sequence) is in memory.
 - disk: the pack was written to a store before the memory was emptied of all but the system head, file read included
   (llama.cpp alone: a slot saved by `llama_state_seq_save_file`).
-- tokens a second: of one answer of 64 tokens, first token aside, and of eight answers together behind one pack.
+- tokens a second: of one answer of 32 tokens, first token aside, and of eight answers together behind one pack.
 
 *llama.cpp alone* is a loop around `llama_decode` that takes the most likely token: no template, no tokenizer, no
 sampling. So its figures are floors. All have the threads that torch uses. With one thread (`OMP_NUM_THREADS=1`),
@@ -40,7 +40,7 @@ from kp_core.engines.llama.context import Context
 
 __all__ = ["main", "run"]
 
-_ANSWER, _SHORT, _USERS = 64, 16, 8
+_ANSWER, _SHORT, _USERS = 32, 16, 8
 _ASKED = "Tell a long story about what you read."
 _COLUMNS = ("text_s", "memory_s", "disk_s", "tok_s", "tok_s_8")
 
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--passages", type=Path, default=common.data_folder() / "wiki_passages.jsonl", metavar="FILE")
     parser.add_argument("--tokens", type=int, nargs="*", default=[1000, 4000])
     parser.add_argument("--questions", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="questions for each median; default: %(default)s")
     arguments = parser.parse_args()
     figures = run(arguments.tokens, arguments.questions, arguments.repeats, arguments.passages, arguments.data)
     notes = [f"{figures['threads']} threads; llama.cpp behind packs was ready {figures['ready_s']:.1f} s after imports"]
