@@ -238,8 +238,9 @@ def test_a_failure_inside_a_batch_leaves_nothing_behind(llama):
     plain = llama.prefill(QUESTION).logits
     context = llama.engine.model.context
     used = context.call(context.used_cells, llama.bytes_per_token)
+    one, other = context.free_ids[:2]
     with pytest.raises(ModelError, match="failed to compute 3 tokens"):
-        context.call(context.decode, [(28, 0, [5, 6]), (29, 0, [context.vocabulary + 1])])
+        context.call(context.decode, [(one, 0, [5, 6]), (other, 0, [context.vocabulary + 1])])
     assert context.call(context.used_cells, llama.bytes_per_token) == used
     llama.clear_cache()
     assert torch.equal(llama.prefill(QUESTION).logits, plain)

@@ -63,9 +63,7 @@ class SequenceBuffer(KVBuffer):
         return self.view_of(start, stop)
 
     def view_of(self, start: int, stop: int) -> KVTensors:
-        """A copy of the tokens `start:stop`; uninitialised KV if they are not filled yet."""
-        if start == stop or stop > self._length:
-            return self._layout.empty(stop - start)
+        """A copy of the tokens `start:stop`, at least one."""
         return self._layout.read(self._context.call(self._context.state, self.id, start, stop))
 
     def drop(self) -> None:

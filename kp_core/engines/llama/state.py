@@ -59,14 +59,6 @@ class StateLayout:
         layout.read(state)
         return layout
 
-    def empty(self, tokens: int) -> KVTensors:
-        """Uninitialised KV of so many tokens."""
-        keys, values = (
-            tuple(torch.empty(layer[0], tokens, layer[side], dtype=self.shape.dtype) for layer in self.shape.layers)
-            for side in (1, 2)
-        )
-        return KVTensors(keys, values)
-
     def size(self, tokens: int) -> int:
         """Bytes of the state of so many tokens."""
         rows = 2 * len(self.shape.layers) * _ROWS.itemsize
@@ -97,7 +89,8 @@ class StateLayout:
                 raise _unknown(f"(type, bytes of a row) = {head.tolist()}")
             rows = self._rows(state, tokens, heads, dim, offset)
             tensors.append((rows if index is None else rows[index]).transpose(0, 1))
-        return KVTensors(tuple(tensors[: len(self.shape.layers)]), tuple(tensors[len(self.shape.layers) :]))
+        count = len(self.shape.layers)
+        return KVTensors(tuple(tensors[:count]), tuple(tensors[count:]))
 
     def write(self, kv: KVTensors, start: int, state: np.ndarray) -> None:
         """Write the state of a sequence that has only `kv`, at the positions from `start` on: bytes, `(size,)`.
@@ -111,17 +104,19 @@ class StateLayout:
         cells["position"], cells["sequences"], cells["sequence"] = np.arange(start, start + kv.tokens), 1, 0
         _numbers(state, _LAYERS, _HEAD.itemsize + cells.nbytes)[:] = (0, len(self.shape.layers))
         for (heads, dim, offset), tensor in zip(self._places(kv.tokens), chain(kv.keys, kv.values), strict=True):
-            head = TYPES[self.shape.dtype], heads * dim * self.shape.dtype.itemsize
-            _numbers(state, _ROWS, offset - _ROWS.itemsize)[:] = head
+            size = heads * dim * self.shape.dtype.itemsize
+            _numbers(state, _ROWS, offset - _ROWS.itemsize)[:] = TYPES[self.shape.dtype], size
             self._rows(state, kv.tokens, heads, dim, offset).copy_(tensor.transpose(0, 1))
 
+    @property
+    def _sides(self) -> list[tuple[int, int]]:
+        """Heads and their dimension, for the keys and then the values of each layer."""
+        return [(layer[0], layer[side]) for side in (1, 2) for layer in self.shape.layers]
+
     def _places(self, tokens: int) -> Iterator[tuple[int, int, int]]:
-        """For the keys and then the values of each layer: heads, their dimension, and the offset of the first row."""
-        sides = [(heads, key) for heads, key, _ in self.shape.layers] + [
-            (heads, value) for heads, _, value in self.shape.layers
-        ]
+        """`_sides`, each with the offset of its first row."""
         offset = _HEAD.itemsize + _CELL.itemsize * tokens + _LAYERS.itemsize
-        for heads, dim in sides:
+        for heads, dim in self._sides:
             offset += _ROWS.itemsize
             yield heads, dim, offset
             offset += tokens * heads * dim * self.shape.dtype.itemsize
@@ -134,8 +129,6 @@ class StateLayout:
 
 def _cells(state: np.ndarray) -> int:
     """The number of cells in `state`. Raises `ModelError` if it does not begin as a state does."""
-    if len(state) < _HEAD.itemsize:
-        raise _unknown(f"{len(state)} bytes")
     magic, _, streams, cells = _numbers(state, _HEAD, 0)[0].tolist()
     if (magic, streams) != (_MAGIC, 1) or cells * _CELL.itemsize > len(state):
         raise _unknown(f"(magic, streams, cells) = {magic:#x}, {streams}, {cells}")
