@@ -33,7 +33,7 @@ class LlamaModel:
     Raises `ModelError` if the state of its sequences is not laid out as this release knows it.
     """
 
-    batches = True
+    batches, record = True, None
     device = torch.device("cpu")
 
     def __init__(self, context: Context, dtype: torch.dtype) -> None:

@@ -49,6 +49,10 @@ class Model(Protocol):
         """Whether several sequences can be computed in one pass."""
 
     @property
+    def record(self) -> object | None:
+        """Recorded steps of decoding, if it replays them; a single answer is then computed by `rows`, too."""
+
+    @property
     def lacks(self) -> Mapping[str, str]:
         """See `Engine.lacks`; the engine has all other capabilities."""
 
