@@ -55,6 +55,10 @@ def serve(  # noqa: PLR0913 - one parameter per option
             "--packets", help="Take composer='packet': packs between trained soft tokens; costs all answers a little."
         ),
     ] = False,
+    unresolved: Annotated[
+        Literal["error", "text"],
+        typer.Option(help="A handle in a message that brings no pack: refuse the request, or leave it as text."),
+    ] = "error",
     more: Annotated[list[str] | None, typer.Argument(metavar="-- OPTIONS", help="Options of `vllm serve`.")] = None,
 ) -> None:
     """Serve a model with its packs: vLLM's OpenAI server, whose chat messages may hold handles.
@@ -105,6 +109,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
         "namespaces": namespace,
         "immovable": immovable,
         "packets": packets,
+        "unresolved": unresolved,
     }
     os.environ[VARIABLE] = json.dumps({**settings, "identity": identity.to_dict()})
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
