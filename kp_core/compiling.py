@@ -15,6 +15,7 @@ from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, PromptError, ShortTextError
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
+from kp_core.facts.base import content_id
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
 from kp_core.packs.codec import Compression, check_compression
 from kp_core.packs.file import encode_pack
@@ -192,9 +193,13 @@ def compile_cost(
 
 
 def provenance_of(fact: Fact, unit: Unit) -> dict[str, str]:
-    """Return the provenance of a unit's pack; `Delivery.gc` uses it to find packs made of facts."""
+    """Return the provenance of a unit's pack; `Delivery.gc` and `Delivery.sync` find packs by it.
+
+    `id` is the id of the fact or document, unless that is only the digest of its text.
+    """
     facts = str(fact.metadata.get("facts", "")) if unit != "fact" else ""
-    fields = {"title": fact.title, "source": fact.source, "unit": unit, "facts": facts}
+    fact_id = "" if unit != "fact" or fact.id == content_id(fact.text, fact.namespace) else fact.id
+    fields = {"title": fact.title, "source": fact.source, "unit": unit, "facts": facts, "id": fact_id}
     return {name: value for name, value in fields.items() if value}
 
 

@@ -209,7 +209,7 @@ def test_what_any_search_found_is_delivered(tmp_path: Path) -> None:
 
 def test_packs_are_made_in_the_background_where_that_is_asked_for(facts: MemoryFactStore, tmp_path: Path) -> None:
     engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer())
-    made = Delivery(facts, engine, PackStore(tmp_path), kv="lazy", precompile="background", namespace="default")
+    made = Delivery(facts, engine, PackStore(tmp_path), kv="lazy", precompile="idle", namespace="default")
     assert [each.handle for each in made.search("Part 2 of a.md.", 2)] == [None, None]
     until(lambda: len(made.store) == 2)  # type: ignore[arg-type]
     assert all(each.handle for each in made.search("Part 2 of a.md.", 2))

@@ -297,7 +297,7 @@ def test_facts_without_packs_are_compiled_when_they_are_found(facts, shelf):
     found = KnowledgePackRetriever(engine=engine, **settings).invoke("flag")
     assert all(find_handles(document.page_content) for document in found)
     assert sorted(engine.built) == sorted(document.metadata["text"] for document in found)
-    later = KnowledgePackRetriever(engine=engine, precompile="background", **settings | {"k": 5})
+    later = KnowledgePackRetriever(engine=engine, precompile="idle", **settings | {"k": 5})
     assert sum(document.metadata["kp"]["handle"] is None for document in later.invoke("flag")) == 3
     until(lambda: all(document.metadata["kp"]["handle"] for document in later.invoke("flag")))
 

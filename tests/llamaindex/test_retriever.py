@@ -71,16 +71,17 @@ def test_a_fact_without_a_pack_is_compiled_when_it_is_found(tiny_index, nodes, s
         [hit] = plain.retrieve(nodes[0].text)
     assert hit.node.get_content(MetadataMode.LLM) == nodes[0].text
     assert f"no pack of fact {nodes[0].node_id}" in caplog.text
-    later = tiny_index.as_retriever(similarity_top_k=1, precompile="background")
+    later = tiny_index.as_retriever(similarity_top_k=1)
     [hit] = later.retrieve(nodes[0].text)
     assert hit.node.get_content(MetadataMode.LLM) == nodes[0].text
     until(lambda: store.peek(handle) is not None)
     assert later.retrieve(nodes[0].text)[0].node.handle == str(handle)
     store.remove(handle)
-    [hit] = tiny_index.as_retriever(similarity_top_k=1).retrieve(nodes[0].text)
+    [hit] = tiny_index.as_retriever(similarity_top_k=1, precompile="now").retrieve(nodes[0].text)
     assert (hit.node.handle, store.get(handle).is_lazy) == (str(handle), True)
     store.remove(handle)
-    tiny_index.as_retriever(similarity_top_k=1, lazy=False, compress="lossless").retrieve(nodes[0].text)
+    settings = {"lazy": False, "compress": "lossless", "precompile": "now"}
+    tiny_index.as_retriever(similarity_top_k=1, **settings).retrieve(nodes[0].text)
     assert store.get(handle).compression == "lossless"
 
 
