@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kp_cli import importing
+from kp_core.bundled import check_reachable
 from kp_core.errors import FactError, KnowledgePackError, ModelError, SourceError
 from kp_core.facts import ChromaFactStore, Fact, Filter, Hit, LexicalReranker
 from kp_core.facts.base import content_id
@@ -122,6 +123,8 @@ class ModelOptions:
             from kp_core import load_engine
 
             if self.engine is None:
+                if self.model is not None:
+                    check_reachable(self.model)
                 importlib.import_module("kp_core.engines.hf")
         settings: dict[str, str] = {} if self.dtype is None else {"dtype": self.dtype}
         if (self.engine or "").startswith(("http://", "https://")) and (key := os.environ.get("KP_API_KEY")):

@@ -14,6 +14,7 @@ from typing import Any
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, PromptError, ShortTextError
+from kp_core.events import log_event
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
 from kp_core.facts.base import content_id
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
@@ -89,8 +90,11 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
             on_short=short,
             progress=progress,
         )
+        sizes = list[int]()
         for pack in built:
             results[space, pack.text] = store.put(pack)
+            sizes.append(len(pack.token_ids))
+        log_event(logger, "packs compiled", packs=len(sizes), tokens=sum(sizes), lazy=is_lazy)
     return [results.get((fact.namespace, fact.text)) for fact in facts]
 
 

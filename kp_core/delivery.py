@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,12 +16,14 @@ from kp_core.edit import How, edit, replaced
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
 from kp_core.errors import BusyError, FactError, PackError, PackNotFoundError
+from kp_core.events import log_event
 from kp_core.facts import Added, Fact, FactStore, Filter, Hit, Reranker
 from kp_core.facts.base import content_id
 from kp_core.facts.rerank import hits_wanted
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle, check_namespace, inert
 from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
 from kp_core.units import Unit, Units
 
@@ -50,7 +53,7 @@ class Found:
 
 
 class Delivery:
-    """Delivers `facts` as packs in `store`, compiled by `engine` for the position `compiled_for`.
+    """Delivers `facts` as packs in `store` (or its path), compiled by `engine` for the position `compiled_for`.
 
     `unit`: `fact` is one fact; `bank` all facts of a bank, one per line, in the order they were added; `document` all
     facts of one source in that order (a fact without a source is its own document). A unit's pack is in the namespace
@@ -70,7 +73,7 @@ class Delivery:
         self,
         facts: FactStore | None,
         engine: Session | None,
-        store: Packs,
+        store: Packs | str | os.PathLike[str],
         *,
         unit: Unit = "fact",
         kv: KV = "stored",
@@ -84,7 +87,7 @@ class Delivery:
         for name, (value, kind) in (words | {"compress": (compress, Compression)}).items():
             if value not in get_args(kind):
                 raise FactError(f"Got {name}={value!r}; expected one of {', '.join(get_args(kind))}.")
-        self._units, self.engine, self.store = Units(facts, unit), engine, store
+        self._units, self.engine, self.store = Units(facts, unit), engine, open_packs(store)
         self.unit, self.kv, self.compiled_for, self.precompile = unit, kv, compiled_for, precompile
         self.namespace = None if namespace is None else check_namespace(namespace)
         self.compress, self.accept = compress, accept
@@ -191,6 +194,7 @@ class Delivery:
         stale = [handle for handle, pack in packs.items() if content_id(pack.text) not in live]
         for handle in stale:
             self.forget(handle)
+        log_event(logger, "packs synchronised", packs=len(packs), removed=len(stale))
         return stale
 
     def gc(self) -> list[Handle]:
@@ -242,6 +246,7 @@ class Delivery:
             handles = self._compiled_when_idle(units, self.engine)
         else:
             handles = self.compile(units, progress=False)
+        log_event(logger, "packs found", units=len(units), packs=sum(handle is not None for handle in handles))
         return [Found(hit, unit, handle) for hit, unit, handle in zip(hits, units, handles, strict=True)]
 
     def compile(self, units: Iterable[Fact], *, progress: bool = True) -> list[Handle | None]:

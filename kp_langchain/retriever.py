@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
@@ -17,7 +17,7 @@ from langchain_core.indexing import DeleteResponse, UpsertResponse
 from langchain_core.indexing.base import DocumentIndex
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kp_core import Embedder, Fact, FactStore, Handle, KnowledgePack, Session
 from kp_core.compiling import open_facts
@@ -28,6 +28,7 @@ from kp_core.errors import FactError
 from kp_core.facts import Filter, Hit, Reranker
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import inert
+from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
 from kp_langchain.tools import own_handle
 
@@ -60,11 +61,18 @@ class PackRetriever(DocumentIndex):
     precompile: Precompile = "idle"
     compress: Compression = "none"
 
+    _hints: ClassVar[Mapping[str, str]] = {}
+
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, given: Any) -> Any:
-        refuse_unknown(given, cls.model_fields, cls.__name__)
+        refuse_unknown(given, cls.model_fields, cls.__name__, cls._hints)
         return given
+
+    @field_validator("store", mode="before")
+    @classmethod
+    def _open_store(cls, store: Any) -> Packs:
+        return open_packs(store)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -98,6 +106,10 @@ class WrappedRetriever(PackRetriever):
     """
 
     retriever: BaseRetriever = Field(exclude=True)
+    _hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (*_PER_CALL, "search_kwargs", "search_type"),
+        'The retriever inside searches: give it to that, e.g. `as_retriever(search_kwargs={"k": 4})`.',
+    )
 
     def upsert(self, items: Sequence[Document], /, **kwargs: Any) -> UpsertResponse:
         """Add `items` to the vector store, with its own options; documents with the same ids are replaced."""

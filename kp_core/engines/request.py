@@ -232,15 +232,18 @@ OPTIONS: Mapping[str, Option] = {
 """All options by name. The fields and checks of both adapters and the page of options are made from this table."""
 
 
-def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise `OptionError` for the first of `given` that is not `known`. The message says what to write instead."""
+def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str, hints: Mapping[str, str] = {}) -> None:
+    """Raise `OptionError` for the first of `given` that is not `known`. The message says what to write instead.
+
+    `hints` say it for some names.
+    """
     names = sorted(known)
     for name in given:
         if name not in names:
             renamed = [new_name for new_name in _RENAMED.get(name, ()) if new_name in names]
             suggestions = renamed or difflib.get_close_matches(name, names, n=1)
             hint = f"Did you mean {suggestions[0]!r}?" if suggestions else f"Expected some of: {', '.join(names)}."
-            hint = _REMOVED.get(name, hint)
+            hint = hints.get(name) or _REMOVED.get(name, hint)
             raise OptionError(f"{what} has no option {name!r}. {hint}")
 
 

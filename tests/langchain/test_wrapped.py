@@ -360,7 +360,7 @@ def test_errors_say_what_to_do(collection, shelf):
         (
             lambda: KnowledgePackRetriever.from_retriever(collection.as_retriever(), k=3, **parts(shelf)),
             OptionError,
-            "no option 'k'",
+            r"no option 'k'\. The retriever inside searches: give it to that, e\.g\. `as_retriever\(search_kwargs=",
         ),
         (
             lambda: KnowledgePackRetriever.from_retriever(collection.as_retriever(search_type="mrr"), **parts(shelf)),

@@ -17,11 +17,10 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from kp_core.bundled import BUNDLED_MODEL, cache_directory, installed_file
+from kp_core.bundled import BUNDLED_MODEL, cache_directory, check_reachable, installed_file
 from kp_core.engines.hf.identity import (
     commit_of,
     fingerprint_of,
-    is_away,
     place_of,
     stamp_files,
     unreadable,
@@ -214,12 +213,10 @@ def load(
     target_device = target_device or best_device()
     target_dtype = target_dtype or best_dtype(target_device)
     place, file = place_of(model)
+    check_reachable(place, options.get("revision"))
     hub_options = {name: options.pop(name) for name in ("revision", "token") if name in options} | file
     hub_options["trust_remote_code"] = trust_remote_code
     try:
-        if is_away(place, hub_options.get("revision")):
-            # Without a network, this fails only after half a minute.
-            logger.warning("%s is not on this machine; looking for it on the hub.", place)
         _check_folder(Path(place), hub_options)
         config = AutoConfig.from_pretrained(place, **hub_options)
         kind_of(config)
