@@ -287,9 +287,9 @@ class _Terminal(Console):
 
 
 def console() -> Console:
-    """The terminal. A file or pipe gets lines of 120 characters. Text is printed unchanged, brackets included."""
+    """The terminal. A file or pipe gets lines of 80 characters. Text is printed unchanged, brackets included."""
     terminal = _Terminal(highlight=False, markup=False)
-    return terminal if terminal.is_terminal else _Terminal(highlight=False, markup=False, width=120)
+    return terminal if terminal.is_terminal else _Terminal(highlight=False, markup=False, width=80)
 
 
 def print_json(data: Mapping[str, Any]) -> None:
@@ -415,4 +415,6 @@ def _shown(value: object) -> str:
         return {True: "yes", False: "no", None: "none"}[value]
     if isinstance(value, dict):
         return ", ".join(f"{name} ({_shown(item)})" for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value))
     return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)

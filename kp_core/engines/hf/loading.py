@@ -92,6 +92,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     that packs cannot serve, `TemplateError` without a chat template.
     """
     refuse_unknown(loading, [*signature(load_session).parameters, *LOADING], "load_engine")
+    _warn_of_others()
     source = bundled_model() if model is None else model
     stamp = stamp_files(source) if isinstance(source, str | Path) else {}
     loaded, hf_tokenizer = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code, **loading)
@@ -136,6 +137,21 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         renew=renew,
     )
     return Session(engine, name=name_of(model), template=template, probe=causal.seconds_per_token)
+
+
+@cache
+def _warn_of_others() -> None:
+    """Log, once in a process, that others use the cores: threads that wait for one another are slower than fewer."""
+    if not (hasattr(os, "getloadavg") and hasattr(os, "sched_getaffinity")):
+        return
+    cores, threads, load = len(os.sched_getaffinity(0)), torch.get_num_threads(), os.getloadavg()[0]
+    free = max(1, round(cores - load))
+    if load > cores / 2 and threads > free:
+        logger.warning(
+            "This machine is busy (load %.1f on %d cores), and the %d threads of the model wait for one another. "
+            "Setting OMP_NUM_THREADS=%d is faster now.",
+            *(load, cores, threads, free),
+        )
 
 
 def bundled_model() -> Path:

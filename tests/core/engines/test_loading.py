@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from kp_core import load_engine
 from kp_core.engines.hf.foresight import foresee
 from kp_core.engines.hf.identity import identity_of, load_tokenizer, watched
-from kp_core.engines.hf.loading import bundled_model, load, load_session
+from kp_core.engines.hf.loading import _warn_of_others, bundled_model, load, load_session
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.errors import FingerprintMismatchError, ModelChangedError, ModelError, UnsupportedModelError
@@ -189,6 +189,19 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub" / "models--veyl--bell"
+
+
+@pytest.mark.parametrize(("load", "threads", "said"), [(3.0, 4, "OMP_NUM_THREADS=1 is"), (3.0, 1, ""), (0.4, 4, "")])
+def test_threads_that_would_wait_for_others_are_said_once(load, threads, said, monkeypatch, caplog):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    _warn_of_others.cache_clear()
+    for _ in range(2):
+        load_session(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    assert [said in line for line in caplog.messages] == [True] * bool(said)
+    if said:
+        assert "busy (load 3.0 on 4 cores), and the 4 threads" in caplog.text
 
 
 @pytest.fixture
