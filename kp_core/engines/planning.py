@@ -89,8 +89,8 @@ class Planner:
             ),
             0,
         )
-        if handles := unresolved(turns):
-            _report(handles, view, request)
+        handles = unresolved(turns)
+        _report(handles, view, request)
         if isinstance(request.composer, SelectComposer):
             turns, unread = self._selector.selected(turns, request.composer, view)
         prompt = self._ordering.prompt(
