@@ -303,9 +303,12 @@ class Delivery:
 
         def steps() -> Iterator[object]:
             for unit in missing:
-                # A step that holds nothing: the question that found the unit is asked before anything is compiled.
-                time.sleep(_QUIET_S)
-                yield
+                # Steps that hold nothing: the question that found the unit, and one right behind it, go first.
+                began = -math.inf
+                while time.monotonic() - began > 2 * _QUIET_S:
+                    began = time.monotonic()
+                    time.sleep(_QUIET_S)
+                    yield  # While a request is answered, this takes as long.
                 yield self.compile([unit], progress=False)
 
         if missing:
