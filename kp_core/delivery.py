@@ -308,7 +308,7 @@ class Delivery:
                 while time.monotonic() - began > 2 * _QUIET_S:
                     began = time.monotonic()
                     time.sleep(_QUIET_S)
-                    yield  # While a request is answered, this takes as long.
+                    yield None  # While a request is answered, this takes as long.
                 yield self.compile([unit], progress=False)
 
         if missing:
