@@ -31,7 +31,7 @@ _NEXT = (
     ("kp build notes FOLDER", "your own files: PDF, Word, Markdown, HTML, text"),
     ("kp ask notes QUESTION", "ask twice, and see what the second question saves"),
     ("kp chat notes", "go on asking"),
-    ("kp --help", "everything else; README.md has LangChain, LlamaIndex and Python"),
+    ("kp --help", "all else; README.md has LangChain, LlamaIndex, Python"),
 )
 
 

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import time
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,6 +30,7 @@ _PACKAGES = (
     "llama-index-core",
     "vllm",
 )
+_REPEATS = 3
 _PROBE_TEXT = "The lighthouse keeper counts ships, and writes each of them into a long book.\n" * 32
 
 
@@ -64,6 +66,7 @@ def _machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
         "memory_gb": round(pages * size / 1e9, 1),
         "free_disk_gb": round(shutil.disk_usage(".").free / 1e9, 1),
         "accelerator": torch.cuda.get_device_name() if cuda else "none",
@@ -116,14 +119,18 @@ def _measured(session: Session) -> dict[str, Any]:
         return report | {"advice": "keep packs lazy: this engine gives no KV to store"}
     text = _PROBE_TEXT[: session.max_positions * 3 // 4]
     session.build_pack(text)  # Warm up: kernels load with the first pack.
-    began = time.perf_counter()
-    pack = session.build_pack(text)
-    pace = len(pack.prefix.token_ids + pack.token_ids) / (time.perf_counter() - began)
+    paces = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        pack = session.build_pack(text)
+        paces.append(len(pack.prefix.token_ids + pack.token_ids) / (time.perf_counter() - began))
+    pace = median(paces)
     size = pack.nbytes / len(pack.token_ids)
     return report | {
         "kv_bytes_per_token": round(size),
         **({"state_bytes": session.state_bytes} if "cache" in features and session.state_bytes else {}),
         "prefill_tokens_per_s": round(pace),
+        "prefill_spread": f"{min(paces):,.0f} to {max(paces):,.0f} in {_REPEATS} runs",
         "advice": f"store KV where the store gives more than {size * pace / 1e6:,.1f} MB a second; "
         "elsewhere keep packs lazy: computing is faster",
     }

@@ -1,4 +1,4 @@
-"""`kp build`, `add`, `edit`, `remove`, `gc`, `size`: add facts to collections, correct and remove them."""
+"""`kp build`, `add`, `edit`, `remove`, `gc`, `sync`, `size`: add facts to collections, correct and remove them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from kp_core.progress import bar_of
 from kp_core.units import estimate_units
 from kp_serve.engine import VLLMEngine
 
-__all__ = ["add", "build", "edit", "gc", "remove", "size"]
+__all__ = ["add", "build", "edit", "gc", "remove", "size", "sync"]
 
 logger = logging.getLogger(__name__)
 
@@ -325,6 +325,32 @@ def gc(
     tell(report, f"Packs removed: {packs}.{note}", as_json=as_json)
 
 
+@spread
+def sync(
+    place: Place,
+    *,
+    namespace: Annotated[str, typer.Option(help="Namespace of the packs.", callback=checked_namespace)] = "default",
+    options: ReadOptions,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove packs whose documents have changed in a Chroma database of yours, or are gone from it.
+
+    It looks at the packs of one namespace, which should be of one collection. The database is only read. For
+    collections that `kp` made there is `kp gc`.
+    """
+    with options.reading(place) as collection:
+        if collection.collection is None:
+            raise FactError(
+                f"{place} is a collection that `kp` made; `kp gc {place}` removes packs that it does not use."
+            )
+        folder = options.folder(place, collection)
+        delivery = Delivery(None, None, PackStore(folder), namespace=namespace) if is_store(folder) else None
+        removed = delivery.sync(lambda _: (fact.text for fact in collection.facts())) if delivery else []
+    left = len(delivery.compiled()) if delivery else 0
+    report = {"removed": list(map(str, removed)), "packs": left}
+    tell(report, f"Packs removed: {len(removed)}; left: {left}.", as_json=as_json)
+
+
 _STORED: dict[Compression, str] = {
     "none": "read soonest",
     "lossless": "no bit changed",
@@ -421,9 +447,10 @@ def _compile_there(server: VLLMEngine, units: Sequence[Fact], unit: Unit) -> Non
             pass  # An error in a thread is raised here, and cancels the rest.
 
 
-def _collect(facts: FactStore, folder: str | Path) -> int:
+def _collect(facts: ChromaFactStore, folder: str | Path) -> int:
     """Remove the packs in `folder` that no fact uses any more. Returns their number."""
-    return len(Delivery(facts, None, PackStore(folder)).gc()) if is_store(folder) else 0
+    namespace = None if facts.collection is None else "default"  # What others store has no namespaces.
+    return len(Delivery(facts, None, PackStore(folder), namespace=namespace).gc()) if is_store(folder) else 0
 
 
 def _vacuum(facts: ChromaFactStore, *, wanted: bool) -> str:

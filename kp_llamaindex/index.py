@@ -34,6 +34,7 @@ from kp_core.compiling import open_facts
 from kp_core.delivery import Delivery
 from kp_core.engines.request import CompiledFor, refuse_unknown
 from kp_core.errors import FactError
+from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
 from kp_llamaindex.filters import to_where
 from kp_llamaindex.llm import KnowledgePackLLM
@@ -95,6 +96,7 @@ class KnowledgePackIndex(VectorStoreIndex):
         progress: bool = True,
         **packing: Any,
     ) -> None:
+        store = open_packs(store)
         self.llm: LLM = llm or KnowledgePackLLM(engine=engine, store=store, namespaces=(namespace,))
         if compiled_for is None:
             compiled_for = pack_place(DEFAULT_TEXT_QA_PROMPT_SEL, self.llm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -17,7 +17,7 @@ from llama_index.core.vector_stores.types import MetadataFilters
 
 from kp_core import Fact, FactStore, Session
 from kp_core.compiling import open_facts
-from kp_core.delivery import Delivery
+from kp_core.delivery import Delivery, Precompile
 from kp_core.engines.request import CompiledFor, refuse_unknown
 from kp_core.errors import FactError
 from kp_core.facts import Hit, Reranker
@@ -47,15 +47,18 @@ def delivery_of(  # noqa: PLR0913 - one keyword per part it is made of
     namespace: str = "default",
     compiled_for: CompiledFor = "user",
     lazy: bool = False,
+    precompile: Precompile = "idle",
     **settings: Any,
 ) -> Delivery:
     """The `Delivery` of facts or of any nodes, with LlamaIndex's defaults; `settings` are other options of `PACKING`.
 
-    `lazy` packs get their KV on first use, others when they are compiled.
+    `lazy` packs get their KV on first use, others when they are compiled: when the engine is idle, or with
+    `precompile="now"` before a search returns.
     """
     refuse_unknown(settings, PACKING, "The packing of nodes")
     kv: Literal["lazy", "stored"] = "lazy" if lazy else "stored"
-    return Delivery(facts, engine, store, kv=kv, compiled_for=compiled_for, namespace=namespace, **settings)
+    settings |= {"namespace": namespace, "precompile": precompile}
+    return Delivery(facts, engine, store, kv=kv, compiled_for=compiled_for, **settings)
 
 
 class KnowledgePackRetriever(BaseRetriever):
@@ -116,8 +119,8 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
     """Turns the nodes of any retriever into `PackNode`s of packs in `store`. Text, metadata, scores and order stay.
 
     A new node is compiled by `engine` for the position `compiled_for`, by default that of the first node in
-    LlamaIndex's own question prompt. `packing` is as for `KnowledgePackRetriever`. With `precompile="background"` the
-    node goes as text the first time, and is compiled when the engine is idle. Nodes of images and nodes without text
+    LlamaIndex's own question prompt. `packing` is as for `KnowledgePackRetriever`: by default a node goes as
+    text the first time, and is compiled when the engine is idle. Nodes of images and nodes without text
     stay as they are. Put it last, behind rerankers and whatever rewrites nodes.
 
         engine = index.as_query_engine(llm=llm, node_postprocessors=[KnowledgePackPostprocessor(engine=..., store=...)])
@@ -135,10 +138,18 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
 
     def discard(self, ref_doc_id: str) -> None:
         """Remove the packs of a document's nodes."""
-        for handle in list(self.delivery.store):
-            pack = self.delivery.store.peek(handle) if handle.namespace == self.delivery.namespace else None
-            if pack is not None and pack.provenance.get("source") == ref_doc_id:
+        for handle, pack in self.delivery.compiled().items():
+            if pack.provenance.get("source") == ref_doc_id:
                 self.delivery.forget(handle)
+
+    def sync(self, nodes: Iterable[BaseNode]) -> list[str]:
+        """Remove the packs of nodes that are not among `nodes`, all that the index has now; returns their handles.
+
+        `nodes` are those of a docstore (`index.docstore.docs.values()`) or of a vector store that lists them
+        (`vector_store.get_nodes(None)` of Chroma). Keep one namespace for one index.
+        """
+        removed = self.delivery.sync(lambda _: (PackNode.from_node(node).llm_text() for node in nodes))
+        return [str(handle) for handle in removed]
 
     def _postprocess_nodes(
         self, nodes: Sequence[NodeWithScore], query_bundle: QueryBundle | None = None

@@ -24,12 +24,13 @@ class Answer:
 
     A model must not emit handles, because its text may come back in a message of a trusted role. In a stream, text that
     may begin a handle is held back until this is decided; the joined pieces equal the text of the whole answer.
-    `pack_tokens` is the number of prompt tokens that handles delivered; with it, the usage is split as `kp_core.Usage`
-    is. `computed` is the number of tokens computed before the prompt could be answered; it goes into a header.
+    `delivered` has the number of prompt tokens that handles delivered (`pack_tokens`) and of handles that brought
+    nothing (`unresolved`); with it, the usage is split as `kp_core.Usage` is. `computed` is the number of tokens
+    computed before the prompt could be answered; it goes into a header.
     """
 
-    def __init__(self, send: Send, pack_tokens: int | None = None, computed: int | None = None) -> None:
-        self._send, self._pack_tokens = send, pack_tokens
+    def __init__(self, send: Send, delivered: dict[str, int] | None = None, computed: int | None = None) -> None:
+        self._send, self._delivered = send, delivered
         self._headers = [] if computed is None else [(COMPUTED.encode(), str(computed).encode())]
         self._start: MutableMapping[str, Any] | None = None
         self._data = bytearray()
@@ -100,10 +101,10 @@ class Answer:
 
     def _counted(self, found: Any) -> bytes:  # noqa: ANN401 - any JSON
         usage = found.get("usage") if isinstance(found, dict) else None
-        if isinstance(usage, dict) and self._pack_tokens is not None:
-            prompt, pack_tokens = usage.get("prompt_tokens", 0), self._pack_tokens
+        if isinstance(usage, dict) and self._delivered is not None:
+            prompt = usage.get("prompt_tokens", 0)
             reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-            split = {"prompt_tokens": max(prompt - pack_tokens, 0), "pack_tokens": pack_tokens}
+            split = {"prompt_tokens": max(prompt - self._delivered["pack_tokens"], 0), **self._delivered}
             usage["knowledge_packs"] = {**split, "reused_tokens": reused, "computed_tokens": prompt - reused}
         return json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")
 

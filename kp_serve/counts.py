@@ -19,7 +19,7 @@ _HOT = 4096
 _ABOUT = {
     "packs_delivered": "Packs that handles in chat messages brought",
     "pack_tokens": "Tokens of these packs",
-    "handles_left": "Handles in chat messages that brought nothing and stayed text",
+    "handles_left": "Handles in chat messages that brought nothing",
     "packs_compiled": "Texts that were compiled",
     "facts_added": "Facts that were stored",
     "fact_searches": "Searches for facts",

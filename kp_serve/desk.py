@@ -49,6 +49,8 @@ class Desk:
     """Why the model's keys (of its KV) cannot be moved to other positions; empty if they can."""
     packets: bool = False
     """Whether the server wraps packs in soft tokens."""
+    unresolved: Literal["error", "text"] = "error"
+    """What a handle in a chat message becomes that brings no pack."""
     counts: Counts = field(default_factory=Counts)
     hot: HotPacks = field(default_factory=HotPacks)
 
@@ -66,7 +68,7 @@ class Desk:
         key = server_key()
         store = PackStore(settings["store"], seal=key if settings["sealed"] else None)
         keys = Keys(settings["keys"], everybody)
-        options = {name: settings[name] for name in ("immovable", "packets")}
+        options = {name: settings[name] for name in ("immovable", "packets", "unresolved")}
         return cls(store, settings["model"], identity, keys, key, facts, **options)
 
     @cached_property

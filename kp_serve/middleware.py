@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Coroutine, Iterator, MutableMapping
+from collections.abc import Collection, Coroutine, Iterator, MutableMapping
 from typing import Any
 
 from kp_core.errors import FactError, FactStoreLockedError, KnowledgePackError
-from kp_core.packs.handle import find_handles
-from kp_core.packs.view import PackRef, PackView
+from kp_core.packs.handle import handles_like
+from kp_core.packs.view import PackRef, PackView, why_unresolved
 from kp_serve.access import Access
 from kp_serve.answers import Answer
 from kp_serve.counts import FIRST_PACK
@@ -100,14 +100,17 @@ class PackMiddleware:
         if method != "POST" or path not in _FIELDS:
             endpoints = ", ".join(sorted(_FIELDS))
             raise HTTPError(404, f"This server has no {method} {path}; it has {endpoints}, /v1/packs, /v1/facts.")
-        body, tokens, computed = _checked(await visit.read(), path), None, None
+        body, delivered, computed = _checked(await visit.read(), path), None, None
         if path == "/v1/chat/completions":
             # In another thread: the store may be remote, and all requests share the event loop.
-            body["messages"], refs, left_handles = await asyncio.to_thread(self._resolved, body.get("messages"), access)
+            body["messages"], refs, left = await asyncio.to_thread(self._resolved, body.get("messages"), access)
+            self.desk.counts.add(handles_left=len(left))
+            self._refuse_unresolved(left, access)
             self.desk.refuse_special([body["messages"], body.get("tools"), body.get("functions")])
             tokens = sum(map(self.desk.tokens_of, (ref.pack for ref in refs)))
             self.desk.hot.note(" ".join(ref.handle for ref in refs), access.namespaces)
-            self.desk.counts.add(packs_delivered=len(refs), pack_tokens=tokens, handles_left=left_handles)
+            self.desk.counts.add(packs_delivered=len(refs), pack_tokens=tokens)
+            delivered = {"pack_tokens": tokens, "unresolved": len(left)}
         self.desk.hot.note(_header(scope, FIRST_PACK), access.namespaces)
         rights = self._rights(body, access)
         if "kp" in body:
@@ -116,7 +119,7 @@ class PackMiddleware:
         headers, replayed = replay(body, receive)
         kept_headers = [pair for pair in scope["headers"] if pair[0].lower() not in _OF_THE_BODY]
         inner = {**scope, "headers": [*kept_headers, *headers], "query_string": b""}
-        return await self.app(inner, replayed, Answer(send, tokens, computed))
+        return await self.app(inner, replayed, Answer(send, delivered, computed))
 
     def _rights(self, body: dict[str, Any], access: Access) -> Rights:
         """The rights of the key; none for a request with `reuse: false`, which must find no KV."""
@@ -126,19 +129,30 @@ class PackMiddleware:
         # A random salt, so that vLLM's own prefix cache has nothing for it either.
         return Rights((), secrets.token_hex(16))
 
-    def _resolved(self, messages: object, access: Access) -> tuple[list[Any], list[PackRef], int]:
-        """The messages with handles replaced by texts, the packs of these, and the number of handles left as text."""
+    def _refuse_unresolved(self, left: Collection[tuple[str, str]], access: Access) -> None:
+        """Log handles that bring no pack, each with its role. Unless they may be text, raise `HTTPError` for one."""
+        view = PackView(self.desk.store, access.namespaces, access.trusted_roles)
+        for name, role in left:
+            logger.warning("Handle %s does not resolve: %s.", name, why_unresolved(name, view, role))
+        for name, role in left if self.desk.unresolved == "error" else ():
+            if role in access.trusted_roles:  # The same error for packs of others and packs that do not exist.
+                raise HTTPError(404, f"There is no pack {name!r}. Nothing was answered without its knowledge.")
+
+    def _resolved(
+        self, messages: object, access: Access
+    ) -> tuple[list[Any], list[PackRef], Collection[tuple[str, str]]]:
+        """The messages with handles replaced by texts, the packs of these, and the handles left as text by role."""
         if not isinstance(messages, list) or not all(isinstance(entry, dict) for entry in messages):
             raise HTTPError(400, "Got no list of messages; expected 'messages': [{'role': …, 'content': …}].")
         # The texts of packs need not be recognised here: the connector finds packs by their tokens.
         view = PackView(self.desk.store, access.namespaces, access.trusted_roles, recognise=False)
-        delivered, left = list[PackRef](), 0
+        delivered, left = list[PackRef](), dict[tuple[str, str], None]()
 
         def text(said: str, role: str) -> str:
-            nonlocal left
             parts = view.split(said, role)
             delivered.extend(part for part in parts if isinstance(part, PackRef))
-            left += sum(len(find_handles(part)) for part in parts if isinstance(part, str))
+            names = (name for part in parts if isinstance(part, str) for name in handles_like(part))
+            left.update(dict.fromkeys((name, role) for name in names))
             return "".join(part.text if isinstance(part, PackRef) else part for part in parts)
 
         resolved = []

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from typing import TypeAlias
 
@@ -15,19 +16,21 @@ from kp_core.compose import Composer, ExactComposer, NaiveComposer, PacketCompos
 from kp_core.engines.ordering import Ordering
 from kp_core.engines.request import CompiledFor, Request
 from kp_core.engines.selecting import Selector
-from kp_core.errors import ContextOverflowError, KnowledgePackError, OptionError
+from kp_core.errors import ContextOverflowError, KnowledgePackError, OptionError, PackNotFoundError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.kept import KeptEntry, KeptKV
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
-from kp_core.packs.view import PackView, explicit_packs
+from kp_core.packs.view import TRUSTED_ROLES, PackView, explicit_packs, why_unresolved
 from kp_core.plan import Plan, Region, plan_regions, plan_steered
-from kp_core.prompt.conversation import Message, placed
+from kp_core.prompt.conversation import Message, placed, unresolved
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import as_steering
 
 __all__ = ["Learned", "Planner"]
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_TOKENS = 512
 _GAP_TOKENS = 64  # Most tokens between two packs that are kept together with the second one.
@@ -69,8 +72,8 @@ class Planner:
 
         The answer may take `tokens` tokens, by default as many as the request allows. Without `learn`, recognised texts
         and kept KV are not counted as met.
-        Raises `PromptError` and its subclasses, `FingerprintMismatchError` for packs, steerings and wrappers of another
-        model, and `SteeringError`.
+        Raises `PromptError` and its subclasses, `PackNotFoundError` (`unresolved="error"`), `FingerprintMismatchError`
+        for packs, steerings and wrappers of another model, and `SteeringError`.
         """
         view = request.view
         if view is not None:
@@ -86,6 +89,8 @@ class Planner:
             ),
             0,
         )
+        handles = unresolved(turns)
+        _report(handles, view, request)
         if isinstance(request.composer, SelectComposer):
             turns, unread = self._selector.selected(turns, request.composer, view)
         prompt = self._ordering.prompt(
@@ -95,7 +100,7 @@ class Planner:
             is_free=request.order == "free" and not unread,
             learn=learn,
         )
-        prompt = replace(prompt, unread=unread)
+        prompt = replace(prompt, unread=unread, unresolved=len(handles))
         if request.upgrade == "background" and self._is_upgraded(prompt, request, view):
             request = replace(request, composer=ExactComposer())
         plan, learned = self._sourced(prompt, request, view, learn=learn)
@@ -377,3 +382,19 @@ class Planner:
 
 def _packed(ids: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(ids)}Q", *ids)
+
+
+def _report(handles: Sequence[tuple[str, str]], view: PackView | None, request: Request) -> None:
+    """Raise or log, as the request wants it, that `handles`, each with the role that named it, bring no pack."""
+    trusted = TRUSTED_ROLES if view is None else view.trusted_roles
+    for name, role in handles:
+        reason = why_unresolved(name, view, role)
+        if request.unresolved == "error" and role in trusted:
+            raise PackNotFoundError(f'{name} does not resolve: {reason}. `unresolved="warn"` sends it as text.')
+        if request.unresolved != "text":
+            _warn_once(name, reason)
+
+
+@lru_cache(8192)
+def _warn_once(name: str, reason: str) -> None:
+    logger.warning("Handle %s stays text: %s.", name, reason)

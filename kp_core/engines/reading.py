@@ -80,6 +80,8 @@ class Usage:
     """Packs that were left out, because the question does not look at them (`composer="select"`)."""
     errata_tokens: int = 0
     """Tokens of `pack_tokens` that belong to errata (see `kp_core.edit`)."""
+    unresolved_handles: int = 0
+    """Handles that brought no pack and were sent as text; see the option `unresolved`."""
     state_bytes: int = 0
     """Bytes of the kept states of recurrent layers for the prompt, beside its KV; 0 for models without them."""
 
@@ -270,6 +272,7 @@ def usage_of(plan: Plan, stream: TokenStream, completion: int, ttft: float) -> U
         approximate_tokens=stream.approximate_tokens,
         reordered_packs=prompt.reordered,
         unread_packs=prompt.unread,
+        unresolved_handles=prompt.unresolved,
         errata_tokens=sum(span.errata_tokens for span in prompt.spans if not span.recognised),
         state_bytes=stream.state_bytes,
     )

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from kp_core.compose import Composer, ExactComposer, composer_of
 from kp_core.errors import OptionError, SamplingError
 from kp_core.packs.pack import KnowledgePack
-from kp_core.packs.view import Mismatch, PackView
+from kp_core.packs.view import Mismatch, PackView, Unresolved
 from kp_core.plan import Sampling, number
 from kp_core.prompt.conversation import Message, Placement
 from kp_core.steering import AskedSteering, Scope
@@ -96,6 +96,10 @@ _ABOUT: Mapping[str, str] = {
         "What to do with a pack that another model made: `error`, `rebuild` it from its text, or `accept` KV "
         "of the same model in other numerics as an approximation."
     ),
+    "unresolved": (
+        "What to do with a handle that brings no pack: `error` (for production), `warn` (log it once, and send it as "
+        "text), or only send it as `text`. A role that is not trusted raises no error."
+    ),
     "steering": (
         "What to add to cached values: a `Steering` as it is, or `(steering, alpha)`; an alpha of `None` is "
         "the default strength, which is lower beside packs."
@@ -115,6 +119,7 @@ _ABOUT: Mapping[str, str] = {
 }
 _CHOICES = {
     "mismatch": get_args(Mismatch),
+    "unresolved": get_args(Unresolved),
     "keep": get_args(Keep),
     "upgrade": get_args(Upgrade),
     "order": get_args(Order),
@@ -141,6 +146,7 @@ class Request(Sampling):
     keep_in: str | None = None
     upgrade: Upgrade = "none"
     mismatch: Mismatch = "error"
+    unresolved: Unresolved = "warn"
     steering: AskedSteering | None = None
     scope: Scope | None = None
     thinking: bool | None = None
@@ -226,15 +232,18 @@ OPTIONS: Mapping[str, Option] = {
 """All options by name. The fields and checks of both adapters and the page of options are made from this table."""
 
 
-def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise `OptionError` for the first of `given` that is not `known`. The message says what to write instead."""
+def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str, hints: Mapping[str, str] = {}) -> None:
+    """Raise `OptionError` for the first of `given` that is not `known`. The message says what to write instead.
+
+    `hints` say it for some names.
+    """
     names = sorted(known)
     for name in given:
         if name not in names:
             renamed = [new_name for new_name in _RENAMED.get(name, ()) if new_name in names]
             suggestions = renamed or difflib.get_close_matches(name, names, n=1)
             hint = f"Did you mean {suggestions[0]!r}?" if suggestions else f"Expected some of: {', '.join(names)}."
-            hint = _REMOVED.get(name, hint)
+            hint = hints.get(name) or _REMOVED.get(name, hint)
             raise OptionError(f"{what} has no option {name!r}. {hint}")
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import threading
+from pathlib import Path
 from typing import Any
 
-from kp_core.bundled import needing
+from kp_core.bundled import check_reachable, needing
 from kp_core.engines.base import Engine
 from kp_core.engines.session import Session
 from kp_core.errors import ModelError
@@ -50,6 +51,8 @@ def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any
         return session_of(make(model, **settings))
     if isinstance(model, Session | Engine):
         return session_of(model)
+    if isinstance(model, str | Path):
+        check_reachable(model, settings.get("revision"))  # Before the libraries load, which takes seconds.
     from kp_core.engines.hf import load_session
 
     return load_session(model, **settings)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kp_core.errors import HandleError
 
-__all__ = ["Handle", "check_namespace", "find_handles", "inert", "mint", "strip_handles"]
+__all__ = ["Handle", "check_namespace", "find_handles", "handles_like", "inert", "mint", "strip_handles"]
 
 _NAMESPACE = r"[a-z0-9_-]{1,64}"
 # 13 bytes make 104 bits, written as 21 characters of base32.
@@ -22,6 +22,7 @@ _DIGEST_BYTES, _ID = 13, r"[a-z2-7]{21}"
 # escaped line feed, and so the letter n, r or t.
 _JOINTS = (":", "/", "-")  # An incomplete handle may end with these, right before another handle.
 _PATTERN = re.compile(rf"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))kp:({_NAMESPACE})/({_ID})(?![A-Za-z0-9_])")
+_LIKE = re.compile(r"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))kp:[A-Za-z0-9_-]{1,64}/[A-Za-z0-9]{16,32}(?![A-Za-z0-9_])")
 
 
 @dataclass(frozen=True, order=True)
@@ -67,6 +68,11 @@ def mint(secret: bytes, namespace: str, text: str) -> Handle:
 def find_handles(text: str) -> list[tuple[int, int, Handle]]:
     """Return all handles in `text`, in order, as `(start, stop, handle)`; does not check whether their packs exist."""
     return [(match.start(), match.end(), Handle(match[1], match[2])) for match in _PATTERN.finditer(text)]
+
+
+def handles_like(text: str) -> list[str]:
+    """Return what is or was meant as a handle in `text`, in order: also one that lost or changed a few characters."""
+    return _LIKE.findall(text)
 
 
 def strip_handles(text: str) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kp_core.errors import HandleError, PackCorruptError, PackCorruptWarning, PackError, PackNotFoundError, QuotaError
+from kp_core.events import log_event
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs
 from kp_core.packs.envelope import header_stop
@@ -35,7 +36,7 @@ from kp_core.packs.uses import LastUse
 from kp_core.packs.view import Packs
 from kp_core.progress import bar_of
 
-__all__ = ["PackStore", "entry_of"]
+__all__ = ["PackStore", "entry_of", "open_packs"]
 
 logger = logging.getLogger(__name__)
 
@@ -633,8 +634,8 @@ class PackStore(Packs):
                     f"{max_bytes + excess} bytes; max_bytes is {max_bytes}. "
                     "Raise max_bytes, remove packs, or put `pack.without_kv()`."
                 )
+        log_event(logger, "KV dropped from the store", packs=len(dropped), max_bytes=max_bytes)
         for (handle, slot), lazy in bar_of("Dropping KV", None, "pack", dropped.items()):
-            logger.info("Dropping the KV of %s%s to make room.", handle, slot)
             key = _entry_key(handle, slot)
             if not slot:
                 self._replace(handle, lazy, listed[key])
@@ -729,6 +730,18 @@ def _slots(key: PackKey) -> tuple[str, str]:
     numbers = (len(prefix), *prefix.token_ids)
     behind = blake2b(struct.pack(f"<{len(numbers)}Q", *numbers), digest_size=8)
     return of_model, f"{of_model}.{behind.hexdigest()}"
+
+
+def open_packs(store: object) -> Packs:
+    """Return `store`, or the `PackStore` in a folder or under a URL; raises `PackError` for anything else."""
+    if isinstance(store, str | os.PathLike):
+        return PackStore(store)
+    if not isinstance(store, Packs):
+        raise PackError(
+            f"Got a {type(store).__name__} as store; expected a `kp_core.PackStore`, its path, or an object of "
+            "a class that subclasses `kp_core.Packs`."
+        )
+    return store
 
 
 def entry_of(key: str) -> Entry | None:

@@ -11,7 +11,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from kp_core.errors import KnowledgePackError, PackError, PackNotFoundError, PromptError
+from kp_core.errors import HandleError, KnowledgePackError, PackError, PackNotFoundError, PromptError
 from kp_core.packs.blobs import Blobs
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace, find_handles
@@ -22,7 +22,18 @@ if TYPE_CHECKING:
     from kp_core.kv import KVTensors
     from kp_core.packs.kept import KeptEntry
 
-__all__ = ["TRUSTED_ROLES", "Mismatch", "PackRef", "PackView", "Packs", "Segment", "explicit_packs", "usable"]
+__all__ = [
+    "TRUSTED_ROLES",
+    "Mismatch",
+    "PackRef",
+    "PackView",
+    "Packs",
+    "Segment",
+    "Unresolved",
+    "explicit_packs",
+    "usable",
+    "why_unresolved",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +41,8 @@ TRUSTED_ROLES = frozenset({"system", "user", "tool"})
 
 Mismatch: TypeAlias = Literal["error", "rebuild", "accept"]
 """What to do with a pack of another model; see `usable`."""
+Unresolved: TypeAlias = Literal["error", "warn", "text"]
+"""What to do with a handle that brings no pack: raise, log it once and send it as text, or only send it as text."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +149,8 @@ class Packs(ABC):
 class PackView:
     """The packs that a conversation may use: a store, the allowed namespaces, and the roles that may bring handles.
 
-    A handle that does not resolve (namespace not allowed, role not trusted, no such pack) stays plain text and is
-    logged. The text of a pack is never searched for handles.
+    A handle that does not resolve (namespace not allowed, role not trusted, no such pack) stays plain text, and a
+    request says what follows (`unresolved`). The text of a pack is never searched for handles.
 
     With `recognise`, the exact texts of packs in messages of trusted roles count as packs; handles inside them stay
     text. With a `model`, the view returns only packs that this model may use (see `usable`). Raises `PackError` if
@@ -176,17 +189,8 @@ class PackView:
 
     def resolve(self, handle: Handle, role: str) -> KnowledgePack | None:
         """Return the pack without KV if `role` may bring it in, otherwise `None`."""
-        if role not in self.trusted_roles:
-            reason = f"role {role!r} is not trusted"
-        elif handle.namespace not in self.namespaces:
-            reason = f"namespace {handle.namespace!r} is not allowed"
-        else:
-            pack = self.peek(handle)
-            if pack is not None:
-                return pack
-            reason = "no such pack"
-        logger.warning("Handle %s stays text: %s.", handle, reason)
-        return None
+        may_read = role in self.trusted_roles and handle.namespace in self.namespaces
+        return self.peek(handle) if may_read else None
 
     def split(self, text: str, role: str) -> tuple[Segment, ...]:
         """Split `text` into plain text, the packs of its handles, and packs whose texts it contains."""
@@ -226,6 +230,21 @@ class PackView:
                     recogniser.discard(handle)
                 elif pack.text.strip() == text[start:stop]:
                     yield start, stop, PackRef(str(handle), pack, recognised=True)
+
+
+def why_unresolved(name: str, view: PackView | None, role: str | None = None) -> str:
+    """Say why `name`, which looks like a handle, brings no pack, alone or in a message of `role`."""
+    if view is None:
+        return "there is no store to look in; give a model `store=` and `namespaces=`, a session `view=store.view(…)`"
+    if role is not None and role not in view.trusted_roles:
+        return f"role {role!r} is not trusted"
+    try:
+        handle = Handle.parse(name)
+    except HandleError:
+        return "it is not a whole handle"
+    if handle.namespace not in view.namespaces:
+        return f"namespace {handle.namespace!r} is not allowed, only {', '.join(sorted(view.namespaces)) or 'none'}"
+    return f"no such pack in {view.source.blobs or view.source}"
 
 
 def usable(pack: KnowledgePack, model: ModelFingerprint, mismatch: Mismatch, name: str) -> KnowledgePack:
@@ -269,8 +288,6 @@ def explicit_packs(
         # The caller named it, not a message, so trusted roles do not matter.
         resolved = None if view is None else replace(view, trusted_roles={"system"}).resolve(handle, "system")
         if resolved is None:
-            raise PackNotFoundError(
-                f"{handle} does not resolve. Pass `view=store.view({handle.namespace!r})` of the store that holds it."
-            )
+            raise PackNotFoundError(f"{handle} does not resolve: {why_unresolved(pack, view)}.")
         references.append(PackRef(pack, resolved))
     return tuple(references)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
 from kp_core.errors import PromptError, UnsupportedContentError
+from kp_core.packs.handle import handles_like
 from kp_core.packs.pack import Prefix, root_of
 from kp_core.packs.view import PackRef, PackView, Segment
 from kp_core.tools import Tool, ToolFormat
@@ -40,6 +41,7 @@ __all__ = [
     "text_of",
     "to_turns",
     "tool_call",
+    "unresolved",
     "with_errata",
     "with_instruction",
 ]
@@ -127,6 +129,14 @@ def placed(
         turns = _compacted(turns, {pack.handle for pack in memory})
         lifted = _lift_packs(turns)[0] if brought else turns
     return _with_memory(lifted, memory) if memory else lifted
+
+
+def unresolved(turns: Sequence[Turn]) -> list[tuple[str, str]]:
+    """Return what looks like a handle and brought no pack to the conversation, each with the role that named it."""
+    segments = [(segment, turn.role) for turn in turns for segment in turn.segments]
+    packs = {segment.handle for segment, _ in segments if isinstance(segment, PackRef)}
+    texts = ((segment, role) for segment, role in segments if isinstance(segment, str) and "kp:" in segment)
+    return list(dict.fromkeys((name, role) for text, role in texts for name in handles_like(text) if name not in packs))
 
 
 def _lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef, ...]]:

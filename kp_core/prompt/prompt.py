@@ -64,6 +64,8 @@ class Prompt:
     """Number of packs that stand in another order than they were given in."""
     unread: int = field(default=0, compare=False)
     """Number of packs that were left out (`SelectComposer`)."""
+    unresolved: int = field(default=0, compare=False)
+    """Number of handles that brought no pack and are plain text."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

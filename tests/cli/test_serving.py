@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kp_core.engines.hf import bundled_model
 from tests.cli.conftest import Kp, as_json
 from tests.serve.gate import Served, address, server
 
@@ -28,7 +30,7 @@ __all__ = ["address", "server"]
         (("--facts", "other"), "holds other things"),
         (("--store", "s3://nowhere/packs"), "KP_SECRET"),
         (("--namespace", "A"), "expected 1 to 64 characters"),
-        (("--", "--kv-cache-dtype", "auto"), "needs vLLM"),
+        (("--", "--kv-cache-dtype", "auto"), "needs vLLM, in an environment of its own, as it wants a transformers"),
     ],
 )
 def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
@@ -41,6 +43,17 @@ def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
     code, out, err = kp("serve", "nowhere", "--store", "packs", *given)
     assert (code, out, err.count("\n"), said in err) == (1, "", 1, True), err
     assert not (tmp_path / "packs").exists()
+
+
+def test_the_bundled_model_has_a_name(kp: Kp, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("kp_cli.serving.find_spec", lambda _: object())
+    monkeypatch.setattr("kp_cli.serving.os.execv", lambda _, arguments: started.append(arguments))
+    monkeypatch.setattr("os.environ", os.environ.copy())
+    assert kp("serve", "bundled", "--store", "packs")[0] == 0
+    [arguments] = started
+    assert arguments[arguments.index("--model") + 1] == str(bundled_model())
+    assert json.loads(os.environ["KP_SERVE"])["unresolved"] == "error"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from chromadb.utils.embedding_functions import ONNXMiniLM_L6_V2
 from kp_core import PackStore, SentenceTransformerEmbedder
 from kp_core.facts.client import open_client
 from tests.cli.conftest import ENVIRONMENT, FACTS, Kp, as_json
+from tests.conftest import tiny_engine
 
 TINY = ("--engine", "tests.cli.engines:tiny", "--max-tokens", "2")
 QUESTION = "Which bird is on the flag?"
@@ -83,6 +84,26 @@ def test_a_strangers_folder_is_read_and_never_changed(kp: Kp, theirs: Path, tmp_
     assert content(theirs) == before
 
 
+def test_packs_of_what_a_stranger_deleted_go(kp: Kp, theirs: Path, tmp_path: Path) -> None:
+    options = ("--packs", "packs", "--collection", "facts")
+    Path("ours.txt").write_text("A mill stands here.")
+    kp("build", "ours", "ours.txt")
+    assert "kp gc ours" in kp("sync", "ours")[2]
+    assert as_json(kp("sync", "theirs", *options, "--json")) == {"removed": [], "packs": 0}
+    kp("ask", "theirs", QUESTION, "-k", "4", *options, *TINY)
+    client = open_client(theirs, migrations="validate")
+    client.get_collection("facts").delete(ids=["bird"])
+    client.get_collection("facts").update(ids=["mill"], documents=["The mill is gone."], embeddings=[[1.0] * 384])
+    before = content(theirs)
+    client.close()
+    store = PackStore(tmp_path / "packs")
+    gone = {str(store.handle(str(fact["text"]), "default")) for fact in FACTS[:2]}
+    told = as_json(kp("sync", "theirs", *options, "--json"))
+    assert (set(told["removed"]), told["packs"], len(store)) == (gone, 2, 2)
+    assert content(theirs) == before
+    assert kp("sync", "theirs", *options)[1] == "Packs removed: 0; left: 2.\n"
+
+
 def test_of_several_collections_one_is_named(kp: Kp, theirs: Path) -> None:
     client = open_client(theirs)
     client.create_collection("notes")
@@ -94,10 +115,13 @@ def test_of_several_collections_one_is_named(kp: Kp, theirs: Path) -> None:
 
 def test_gc_of_a_strangers_packs_follows_their_facts(kp: Kp, theirs: Path) -> None:
     assert kp("ask", "theirs", QUESTION, "-k", "4", "--packs", "mine", *TINY)[0] == 0
+    # A retriever that compiles what it finds in this collection may have a namespace of its own.
+    other = PackStore("mine").put(tiny_engine().build_pack("A mill.", namespace="b", provenance={"unit": "fact"}))
     client = open_client(theirs, migrations="validate")
     client.get_collection("facts").delete(ids=["bird"])
     client.close()
     assert as_json(kp("gc", "theirs", "--packs", "mine", "--json"))["packs"] == 1
+    assert other in PackStore("mine")
 
 
 def test_an_embedder_of_other_vectors_is_refused(kp: Kp, tmp_path: Path) -> None:

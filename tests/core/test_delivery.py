@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -207,9 +208,40 @@ def test_what_any_search_found_is_delivered(tmp_path: Path) -> None:
         made.search("q")
 
 
+def test_what_happens_to_packs_is_in_the_debug_log_with_counts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Raises(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if hasattr(record, "kp_event"):
+                raise RuntimeError(record.getMessage())
+
+    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    made = Delivery(None, engine, PackStore(tmp_path, max_bytes=60_000), namespace="default")
+    hits = [Hit(Fact(f"The {number}. ship of Veyl came in at dawn."), 0.5) for number in range(3)]
+    root, broken = logging.getLogger(), Raises()
+    with caplog.at_level(logging.DEBUG, "kp_core"):
+        root.addHandler(broken)  # Behind that of `caplog`.
+        try:
+            found = made.deliver(hits)
+            usage = engine.generate(found[0].content, view=made.store.view("default"), max_tokens=1).usage
+            engine.clear_cache()
+            made.sync(lambda _: [hits[0].fact.text])
+        finally:
+            root.removeHandler(broken)
+    assert len(list(made.store)) == 1
+    events = {record.kp_event: record.kp for record in caplog.records if hasattr(record, "kp_event")}
+    assert events["packs found"] == {"units": 3, "packs": 3}
+    assert (events["packs compiled"]["packs"], events["packs compiled"]["lazy"]) == (3, False)
+    assert events["packs read"].items() >= {"packs": 1, "pack_tokens": usage.pack_tokens}.items()
+    assert events["KV evicted from memory"]["nbytes"] > 0
+    assert events["KV dropped from the store"] == {"packs": 1, "max_bytes": 60_000}
+    assert events["packs synchronised"] == {"packs": 3, "removed": 2}
+
+
 def test_packs_are_made_in_the_background_where_that_is_asked_for(facts: MemoryFactStore, tmp_path: Path) -> None:
     engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer())
-    made = Delivery(facts, engine, PackStore(tmp_path), kv="lazy", precompile="background", namespace="default")
+    made = Delivery(facts, engine, PackStore(tmp_path), kv="lazy", precompile="idle", namespace="default")
     assert [each.handle for each in made.search("Part 2 of a.md.", 2)] == [None, None]
     until(lambda: len(made.store) == 2)  # type: ignore[arg-type]
     assert all(each.handle for each in made.search("Part 2 of a.md.", 2))

@@ -10,7 +10,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import ValidationError
 
 from kp_core import Fact, Handle, MemoryFactStore, Packs, PackStore, Session, find_handles
-from kp_core.errors import FactError, OptionError
+from kp_core.errors import FactError, OptionError, PackError
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, to_handles
 from tests.conftest import roomy_engine, tiny_engine, until
 
@@ -285,7 +285,7 @@ def test_any_store_that_keeps_the_protocol_will_do(facts, shelf, embedder):
     assert model.invoke(first.page_content).response_metadata["kp"]["pack_tokens"] > 0
     tool = create_pack_search_tool(retriever, toy)
     assert tool.invoke({"query": "flag"})
-    with pytest.raises(ValidationError, match="Packs"):
+    with pytest.raises(PackError, match="Packs"):
         KnowledgePackRetriever(fact_store=retriever.fact_store, store=object())
 
 
@@ -294,10 +294,10 @@ def test_facts_without_packs_are_compiled_when_they_are_found(facts, shelf):
     store.add(facts[:5])
     engine = Counting(tiny_engine())
     settings = {"fact_store": store, "store": shelf, "k": 2, "content": "handle"}
-    found = KnowledgePackRetriever(engine=engine, **settings).invoke("flag")
+    found = KnowledgePackRetriever(engine=engine, precompile="now", **settings).invoke("flag")
     assert all(find_handles(document.page_content) for document in found)
     assert sorted(engine.built) == sorted(document.metadata["text"] for document in found)
-    later = KnowledgePackRetriever(engine=engine, precompile="background", **settings | {"k": 5})
+    later = KnowledgePackRetriever(engine=engine, **settings | {"k": 5})
     assert sum(document.metadata["kp"]["handle"] is None for document in later.invoke("flag")) == 3
     until(lambda: all(document.metadata["kp"]["handle"] for document in later.invoke("flag")))
 
@@ -305,7 +305,7 @@ def test_facts_without_packs_are_compiled_when_they_are_found(facts, shelf):
 def test_packs_are_stored_as_compress_says(facts, shelf):
     store = MemoryFactStore(DeterministicFakeEmbedding(size=32))
     store.add(facts[:2])
-    settings = {"fact_store": store, "store": shelf, "engine": tiny_engine(), "k": 2}
+    settings = {"fact_store": store, "store": shelf, "engine": tiny_engine(), "k": 2, "precompile": "now"}
     KnowledgePackRetriever(**settings, compress="lossless").invoke("flag")
     assert {shelf.get(handle).compression for handle in shelf} == {"lossless"}
     for compress in ("zip", "auto"):

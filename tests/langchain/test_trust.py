@@ -67,8 +67,26 @@ def test_a_handle_inside_a_fact_is_not_followed(chat_engine, store, handle, chat
     assert pack_tokens(chat, [HumanMessage(document.page_content)]) == len(own.token_ids)
 
 
-def test_without_a_store_handles_are_text(chat_engine, handle):
-    assert pack_tokens(ChatKnowledgePacks(engine=chat_engine), [HumanMessage(handle)]) == 0
+def test_without_a_store_handles_are_text_and_that_is_said_once(chat_engine, handle, caplog):
+    chat = ChatKnowledgePacks(engine=chat_engine)
+    counted = [chat.invoke(handle, max_tokens=1).response_metadata["kp"] for _ in range(2)]
+    assert [(usage["pack_tokens"], usage["unresolved_handles"]) for usage in counted] == [(0, 1)] * 2
+    assert caplog.text.count(f"Handle {handle} stays text: there is no store to look in") == 1
+    with pytest.raises(PackNotFoundError, match="there is no store to look in; give a model `store=`"):
+        chat.invoke(handle, unresolved="error")
+
+
+def test_handles_that_may_be_text_are_counted_and_not_logged(chat_engine, handle, caplog):
+    usage = ChatKnowledgePacks(engine=chat_engine, unresolved="text").invoke(handle, max_tokens=1)
+    assert usage.response_metadata["kp"]["unresolved_handles"] == 1
+    assert handle not in caplog.text
+
+
+def test_raw_user_input_raises_nothing_where_it_is_not_trusted(chat_engine, store, handle):
+    chat = ChatKnowledgePacks(
+        engine=chat_engine, store=store, namespaces=["isles"], trusted_roles=["tool"], unresolved="error"
+    )
+    assert pack_tokens(chat, [HumanMessage(handle)]) == 0
 
 
 def test_packs_of_a_call_must_resolve(chat, chat_engine, store):

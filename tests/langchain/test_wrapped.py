@@ -7,6 +7,7 @@ from langchain_chroma import Chroma
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.messages import HumanMessage, SystemMessage, trim_messages
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnablePassthrough
@@ -48,7 +49,7 @@ def collection(tmp_path):
 
 
 def parts(shelf, **settings):
-    return {"engine": tiny_engine(), "store": shelf, "namespace": "isles", **settings}
+    return {"engine": tiny_engine(), "store": shelf, "namespace": "isles", "precompile": "now", **settings}
 
 
 def check(found, given, shelf):
@@ -150,9 +151,18 @@ def test_scores_and_handles_of_our_own_retrievers_stay(facts, embedder, shelf):
 
 
 def test_packs_are_compiled_in_the_background(collection, shelf):
-    retriever = KnowledgePackRetriever.from_retriever(
-        collection.as_retriever(), content="handle", precompile="background", **parts(shelf)
-    )
+    settings = {**parts(shelf, content="handle", compiled_for=pack_place(PROMPT))}
+    del settings["precompile"]
+    retriever = KnowledgePackRetriever.from_retriever(collection.as_retriever(), **settings)
+    chat = ChatKnowledgePacks(engine=tiny_engine(), store=shelf, namespaces=["isles"], max_tokens=12)
+    chain = {"context": retriever | join, "question": RunnablePassthrough()} | PROMPT | chat
+    answer = chain.invoke("harbour 7")
+    assert len(shelf) == answer.response_metadata["kp"]["pack_tokens"] == 0  # The question waited for nothing.
+    until(lambda: len(shelf) == 4)
+    again = chain.invoke("harbour 7")
+    assert (again.content, again.response_metadata["kp"]["pack_tokens"] > 0) == (answer.content, True)
+    for handle in shelf:
+        shelf.remove(handle)
     first = retriever.invoke("harbour 7")
     assert [each.page_content for each in first] == [
         each.page_content for each in collection.as_retriever().invoke("harbour 7")
@@ -235,13 +245,122 @@ def test_packs_of_what_is_changed_through_it_go(collection, shelf):
     }
 
 
+def texts_of(shelf):
+    return {shelf.peek(handle).text for handle in shelf}
+
+
+def test_packs_of_what_was_changed_elsewhere_go_with_sync(collection, shelf):
+    retriever = KnowledgePackRetriever.from_retriever(
+        collection.as_retriever(search_kwargs={"k": 20}), **parts(shelf, kv="lazy")
+    )
+    retriever.invoke("harbour")
+    own = shelf.put(tiny_engine().build_pack("Put here by hand.", namespace="isles", lazy=True))
+    other = shelf.put(tiny_engine().build_pack("Chunk 4 tells of the harbour.", namespace="other", lazy=True))
+    assert retriever.sync() == []
+    gone = str(shelf.handle("Chunk 4 tells of the harbour.", "isles"))
+    changed = str(shelf.handle("Chunk 3 tells of the harbour.", "isles"))
+    collection.delete(["c4"])
+    collection.update_document("c3", Document("Chunk 3 tells of the mill.", metadata={"source": "0.md"}))
+    assert sorted(retriever.sync()) == sorted([gone, changed])
+    assert not any(name in {str(handle) for handle in shelf} for name in (gone, changed))
+    assert {own, other} <= set(shelf)
+    assert len(shelf) == 20
+    retriever.invoke("harbour")
+    collection.delete_collection()
+    with pytest.raises(ValueError, match="not initialized"):
+        retriever.sync()
+    assert len(shelf) == 21
+
+
+def test_sync_beside_one_who_writes(collection, shelf, monkeypatch):
+    """What is added while the collection is read stays; what is deleted then goes with this sync or the next."""
+    retriever = KnowledgePackRetriever.from_retriever(
+        collection.as_retriever(search_kwargs={"k": 30}), **parts(shelf, kv="lazy")
+    )
+    retriever.invoke("harbour")
+    look_up = Chroma.get_by_ids
+
+    def meanwhile(self, ids):
+        monkeypatch.setattr(Chroma, "get_by_ids", look_up)
+        collection.delete(["c4"])
+        collection.add_documents([Document("Chunk 30 tells of the pier.", id="c30")])
+        retriever.invoke("harbour")
+        return look_up(self, ids)
+
+    monkeypatch.setattr(Chroma, "get_by_ids", meanwhile)
+    assert retriever.sync() == [str(shelf.handle("Chunk 4 tells of the harbour.", "isles"))]
+    assert texts_of(shelf) == set(collection.get()["documents"])
+    assert retriever.sync() == []
+
+
+def test_sync_of_duplicates_and_documents_without_ids(collection, shelf):
+    retriever = KnowledgePackRetriever.from_retriever(
+        collection.as_retriever(search_kwargs={"k": 30}), **parts(shelf, kv="lazy")
+    )
+    collection.add_documents([Document("Chunk 3 tells of the harbour.", id="again")])
+    retriever.invoke("harbour")
+    collection.delete(["c3", "again"])
+    assert len(retriever.sync()) == 1
+    fixed = KnowledgePackRetriever.from_retriever(
+        Fixed(documents=[Document("The mill grinds."), Document("The ferry leaves.")]),
+        store=shelf,
+        engine=tiny_engine(),
+        namespace="fixed",
+        precompile="now",
+    )
+    fixed.invoke("mill")
+    with pytest.raises(FactError, match="Fixed is only read here"):
+        fixed.sync()
+    assert len(fixed.sync([Document("The ferry leaves.")])) == 1
+    assert "The ferry leaves." in texts_of(shelf)
+
+
+@pytest.mark.parametrize("into", ["the retriever", "the collection"])
+def test_what_the_indexing_api_cleans_up_has_no_pack(into, collection, shelf):
+    retriever = KnowledgePackRetriever.from_retriever(
+        collection.as_retriever(search_kwargs={"k": 30}), **parts(shelf, kv="lazy")
+    )
+    records = InMemoryRecordManager("isles")
+    records.create_schema()
+    destination = retriever if into == "the retriever" else collection
+    kept, changed = (
+        Document("The mill grinds.", metadata={"source": "a"}),
+        Document("Gone soon.", metadata={"source": "b"}),
+    )
+
+    def reindex(*documents):
+        report = index(documents, records, destination, cleanup="full", key_encoder="sha256", source_id_key="source")
+        retriever.invoke("harbour")
+        return report["num_deleted"], len(retriever.sync())
+
+    collection.delete([chunk.id for chunk in CHUNKS])
+    reindex(kept, changed)
+    assert texts_of(shelf) == {"The mill grinds.", "Gone soon."}
+    assert reindex(kept, Document("Come instead.", metadata={"source": "b"})) == (1, int(into == "the collection"))
+    assert texts_of(shelf) == {"The mill grinds.", "Come instead."}
+
+
+def test_a_document_without_metadata_is_deleted_with_its_pack(collection, shelf):
+    retriever = KnowledgePackRetriever.from_retriever(
+        collection.as_retriever(search_kwargs={"k": 30}), **parts(shelf, kv="lazy")
+    )
+    retriever.upsert([Document("The mill grinds.", id="mill")])
+    retriever.invoke("harbour")
+    found = {each.id: (each.page_content, each.metadata.get("page")) for each in retriever.get(["mill", "c1"])}
+    assert found == {"mill": ("The mill grinds.", None), "c1": ("Chunk 1 tells of the harbour.", 1)}
+    assert retriever.sync() == []
+    assert retriever.delete(["mill"])["succeeded"] == ["mill"]
+    assert collection.get(["mill"])["ids"] == []
+    assert "The mill grinds." not in texts_of(shelf)
+
+
 def test_errors_say_what_to_do(collection, shelf):
     for ask, error, says in (
         (lambda: KnowledgePackRetriever.from_retriever(collection, **parts(shelf)), FactError, "a LangChain retriever"),
         (
             lambda: KnowledgePackRetriever.from_retriever(collection.as_retriever(), k=3, **parts(shelf)),
             OptionError,
-            "no option 'k'",
+            r"no option 'k'\. The retriever inside searches: give it to that, e\.g\. `as_retriever\(search_kwargs=",
         ),
         (
             lambda: KnowledgePackRetriever.from_retriever(collection.as_retriever(search_type="mrr"), **parts(shelf)),

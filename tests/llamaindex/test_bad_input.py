@@ -52,7 +52,8 @@ def test_a_handle_that_does_not_resolve_stays_text(namespaces, change, reason, s
     assert usage["prompt_tokens"] > len(written) / 8
     assert f"Handle {written} stays text" in caplog.text
     assert reason in caplog.text
-    with pytest.raises(PackNotFoundError, match=r"does not resolve\. Pass"):
+    assert usage["unresolved_handles"] == 1
+    with pytest.raises(PackNotFoundError, match=rf"does not resolve: .*{reason}"):
         llm.complete("Hi", packs=[written])
 
 

@@ -2,21 +2,26 @@
 
 import logging
 
+import chromadb
 import pytest
-from llama_index.core import SummaryIndex, VectorStoreIndex
+from llama_index.core import Document, SummaryIndex, VectorStoreIndex
 from llama_index.core.indices.postprocessor import SimilarityPostprocessor
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.retrievers import QueryFusionRetriever
 from llama_index.core.schema import ImageNode, MetadataMode, NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from kp_core import Handle
-from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor, NumberSources
+from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor, NumberSources, PackNode
 from tests.conftest import tiny_engine, until
 from tests.llamaindex.conftest import QUESTION, CountingEmbedding
 
 
 @pytest.fixture
 def packs(store):
-    return KnowledgePackPostprocessor(engine=tiny_engine(), store=store, namespace="isles", lazy=True)
+    return KnowledgePackPostprocessor(engine=tiny_engine(), store=store, precompile="now", namespace="isles", lazy=True)
 
 
 @pytest.fixture
@@ -58,7 +63,7 @@ def test_what_is_packed_or_no_text_stays_and_what_was_rewritten_is_packed_anew(p
 
 
 def test_packs_of_the_first_node_stand_where_the_prompt_has_it(nodes, store, llm, usages):
-    packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=store, namespace="isles")
+    packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=store, precompile="now", namespace="isles")
     engine = SummaryIndex(nodes[:1]).as_query_engine(llm, node_postprocessors=[packs])
     engine.query(QUESTION)
     tiny_engine().clear_cache()
@@ -90,7 +95,7 @@ async def test_behind_fusion_and_a_cutoff_sync_and_async(packs, nodes, llm, usag
 
 
 def test_in_the_background(nodes, store, caplog):
-    packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=store, precompile="background", lazy=True)
+    packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=store, lazy=True)
     with caplog.at_level(logging.WARNING):
         [first] = packs.postprocess_nodes(found(nodes[0]))
     assert (first.node.handle, first.node.get_content(MetadataMode.LLM)) == ("", nodes[0].text)
@@ -101,9 +106,37 @@ def test_in_the_background(nodes, store, caplog):
 
 @pytest.mark.parametrize("compress", ["lossless", "none"])
 def test_packs_are_stored_as_compress_says(compress, nodes, store):
-    packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=store, compress=compress)
+    packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=store, precompile="now", compress=compress)
     packs.postprocess_nodes(found(nodes[0]))
     assert {store.get(handle).compression for handle in store} == {compress}
+
+
+def test_packs_of_documents_that_a_pipeline_deleted_go_with_sync(packs, store, tmp_path):
+    collection = chromadb.PersistentClient(str(tmp_path)).create_collection("theirs")
+    vectors, docstore = ChromaVectorStore(chroma_collection=collection), SimpleDocumentStore()
+    pipeline = IngestionPipeline(
+        transformations=[SentenceSplitter(), CountingEmbedding()],
+        vector_store=vectors,
+        docstore=docstore,
+        docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
+    )
+    packs = KnowledgePackPostprocessor(
+        engine=tiny_engine(), store=store, precompile="now", namespace="isles", lazy=True
+    )
+    index = VectorStoreIndex.from_vector_store(vectors, embed_model=CountingEmbedding())
+
+    def found():
+        return packs.postprocess_nodes(index.as_retriever(similarity_top_k=9).retrieve(QUESTION))
+
+    mill, ship = (Document(text=f"The {name} of Veyl.", id_=name, metadata={"by": "Orla"}) for name in ("mill", "ship"))
+    nodes = pipeline.run(documents=[mill, ship])
+    assert len(found()) == len(list(store)) == 2
+    assert packs.sync(vectors.get_nodes(None)) == []
+    [changed] = pipeline.run(documents=[Document(text="The mill is gone.", id_="mill", metadata={"by": "Orla"})])
+    found()
+    removed = packs.sync(vectors.get_nodes(None))
+    assert removed == sorted(str(store.handle(PackNode.from_node(node).llm_text(), "isles")) for node in nodes)
+    assert [store.peek(handle).text for handle in store] == [PackNode.from_node(changed).llm_text()]
 
 
 def test_bad_settings(store):

@@ -15,7 +15,7 @@ from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.core.tools import RetrieverTool
 
 from kp_core import Handle, MemoryFactStore, Packs, find_handles
-from kp_core.errors import FactError, OptionError, PromptError
+from kp_core.errors import FactError, OptionError, PackError, PromptError
 from kp_llamaindex import (
     KnowledgePackIndex,
     KnowledgePackMemoryBlock,
@@ -71,17 +71,32 @@ def test_a_fact_without_a_pack_is_compiled_when_it_is_found(tiny_index, nodes, s
         [hit] = plain.retrieve(nodes[0].text)
     assert hit.node.get_content(MetadataMode.LLM) == nodes[0].text
     assert f"no pack of fact {nodes[0].node_id}" in caplog.text
-    later = tiny_index.as_retriever(similarity_top_k=1, precompile="background")
+    later = tiny_index.as_retriever(similarity_top_k=1)
     [hit] = later.retrieve(nodes[0].text)
     assert hit.node.get_content(MetadataMode.LLM) == nodes[0].text
     until(lambda: store.peek(handle) is not None)
     assert later.retrieve(nodes[0].text)[0].node.handle == str(handle)
     store.remove(handle)
-    [hit] = tiny_index.as_retriever(similarity_top_k=1).retrieve(nodes[0].text)
+    [hit] = tiny_index.as_retriever(similarity_top_k=1, precompile="now").retrieve(nodes[0].text)
     assert (hit.node.handle, store.get(handle).is_lazy) == (str(handle), True)
     store.remove(handle)
-    tiny_index.as_retriever(similarity_top_k=1, lazy=False, compress="lossless").retrieve(nodes[0].text)
+    settings = {"lazy": False, "compress": "lossless", "precompile": "now"}
+    tiny_index.as_retriever(similarity_top_k=1, **settings).retrieve(nodes[0].text)
     assert store.get(handle).compression == "lossless"
+
+
+def test_a_store_is_a_store_or_its_path(embedder, tmp_path, nodes):
+    for make in (
+        lambda store: KnowledgePackPostprocessor(engine=tiny_engine(), store=store),
+        lambda store: KnowledgePackRetriever(MemoryFactStore(embedder), store),
+        lambda store: KnowledgePackIndex(tiny_engine(), store, MemoryFactStore(embedder)),
+    ):
+        assert make(str(tmp_path / "packs")).delivery.store.path == tmp_path / "packs"
+        with pytest.raises(PackError, match=r"Got a int as store; expected a `kp_core\.PackStore`, its path"):
+            make(7)
+    index = KnowledgePackIndex(tiny_engine(), str(tmp_path / "packs"), MemoryFactStore(embedder), progress=False)
+    index.insert_nodes(nodes[:1])
+    assert [index.store.peek(handle).text for handle in index.store] == [nodes[0].text]
 
 
 def test_errors(tiny_index, store, embedder, tmp_path):

@@ -41,7 +41,7 @@ def existing(request, nodes, model, tmp_path):
 
 
 def packing(store):
-    return KnowledgePackPostprocessor(engine=tiny_engine(), store=store, lazy=True)
+    return KnowledgePackPostprocessor(engine=tiny_engine(), store=store, lazy=True, precompile="now")
 
 
 def test_what_an_index_finds_is_packed_and_nothing_is_embedded_again(existing, model, store):

@@ -72,6 +72,11 @@ CASES = {
         FingerprintMismatchError,
         "config: pack has",
     ),
+    "a handle that brings nothing": (
+        lambda store: ([str(store.handle("Behind a closed door.", "closed"))], {"unresolved": "error"}),
+        PackNotFoundError,
+        "namespace 'closed' is not allowed, only open",
+    ),
     "a schema that no grammar expresses": (
         lambda _: (["Hi"], {"tools": [{"type": "function", "function": TOOL}]}),
         ToolError,

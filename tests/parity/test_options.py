@@ -45,6 +45,7 @@ VALUES = {
     "keep_in": lambda _: "open",
     "upgrade": lambda _: "background",
     "mismatch": lambda _: "rebuild",
+    "unresolved": lambda _: "error",
     "steering": lambda _: engine().make_steering(PAIRS, progress=False),
     "scope": lambda _: "system",
     "thinking": lambda _: False,

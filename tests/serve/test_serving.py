@@ -224,6 +224,7 @@ def test_a_balancer_is_told_what_was_answered_from(gate):
         return gate.ask("GET", "/v1/packs?hot=1").json()["data"]
 
     assert hot() == []
+    gate.gate.desk.__dict__["unresolved"] = "text"
     gate.chat(messages=[{"role": "user", "content": f"{first} {other}"}])
     assert hot() == [first]
     for named in (second, other, "nothing", "kp:a/" + "a" * 21):
@@ -238,6 +239,7 @@ def test_a_balancer_is_told_what_was_answered_from(gate):
 
 def test_handles_become_text_for_whom_they_resolve(gate):
     own, other = put(gate), put(gate, namespace="b")
+    gate.gate.desk.__dict__["unresolved"] = "text"
     messages = [
         {"role": "developer", "content": own},
         {"role": "user", "content": f"{own} {other}"},
@@ -249,6 +251,24 @@ def test_handles_become_text_for_whom_they_resolve(gate):
     assert body["messages"][3]["tool_call_id"] == "1"
     rights = Rights.read(body["kv_transfer_params"], body["cache_salt"], KEY)
     assert (rights.namespaces, rights.save) == (("a",), False)
+
+
+@pytest.mark.parametrize("bent", ["unknown", "cut", "upper"])
+def test_a_handle_that_brings_nothing_is_refused_and_says_no_more_than_that(gate, bent, caplog):
+    own, foreign = put(gate), put(gate, namespace="b")
+    bent = {"unknown": f"kp:b/{'a' * 21}", "cut": own[:-1], "upper": own.replace(own[-21:], own[-21:].upper())}[bent]
+    said = []
+    for name in (foreign, bent):
+        done, message = gate.chat(messages=[{"role": "user", "content": f"{own} {name} Who rings it?"}])
+        assert (done.status_code, done.json()["error"]["type"]) == (404, "not_found_error")
+        assert f"Handle {name} does not resolve" in caplog.text
+        said.append(message.replace(name, "X"))
+    assert said[0] == said[1]
+    assert not gate.seen
+    assert "kp_handles_left_total 2\n" in str(gate.gate.desk.counts)
+    # A role that this key does not trust, and the model itself, may say what they like.
+    done, _ = gate.chat(messages=[{"role": role, "content": foreign} for role in ("tool", "assistant")])
+    assert done.status_code == 200
 
 
 def test_handles_inside_packs_are_not_followed(gate):

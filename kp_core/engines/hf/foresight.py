@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kp_core.bundled import check_reachable
 from kp_core.engines.hf.identity import checkpoint_folder, place_of, unreadable
 from kp_core.engines.hf.kinds import CacheKind, kind_of, measured_shape, positions_of
 from kp_core.engines.hf.loading import best_device, best_dtype, default_cache_bytes, memory_bytes
@@ -126,6 +127,7 @@ def foresee_rope(model: str | Path) -> Rope:
 
 def _config_of(model: str | Path) -> Any:  # noqa: ANN401
     place, file = place_of(model)
+    check_reachable(place)
     try:
         return AutoConfig.from_pretrained(place, **file, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:

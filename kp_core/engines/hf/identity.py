@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
+from kp_core.bundled import check_reachable
 from kp_core.errors import MissingDependencyError, ModelChangedError, ModelError
 from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
@@ -29,7 +29,6 @@ __all__ = [
     "digest_tensors",
     "fingerprint_of",
     "identity_of",
-    "is_away",
     "load_tokenizer",
     "place_of",
     "stamp_files",
@@ -174,6 +173,7 @@ def checkpoint_folder(source: str | Path, revision: str | None = None) -> Path:
     """
     if Path(source).is_dir() or place_of(source)[1]:
         return Path(source)
+    check_reachable(source, revision)
     patterns = ["config.json", "model*.safetensors*"]
     return Path(
         snapshot_download(
@@ -188,14 +188,6 @@ def commit_of(source: str | Path, revision: str | None = None) -> str | None:
         return None
     config_file = try_to_load_from_cache(str(source), "config.json", revision=revision)
     return Path(config_file).parent.name if isinstance(config_file, str) else None
-
-
-def is_away(source: str | Path, revision: str | None = None) -> bool:
-    """Whether `source` is a repository that is not on this machine, so that loading it needs the hub."""
-    try:
-        return not (constants.HF_HUB_OFFLINE or Path(source).exists() or commit_of(source, revision))
-    except HFValidationError:  # A path that does not exist.
-        return False
 
 
 def stamp_files(source: str | Path) -> dict[str, tuple[int, int]]:
@@ -303,6 +295,7 @@ def _digest_range(file: Path, start: int, stop: int) -> bytes:
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401
     """The tokenizer of a folder or an id, which needs no weights; raises `ModelError`."""
     place, file = place_of(source)
+    check_reachable(place)
     try:
         return AutoTokenizer.from_pretrained(place, **file, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:

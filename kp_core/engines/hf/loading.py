@@ -17,11 +17,10 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from kp_core.bundled import BUNDLED_MODEL, cache_directory, installed_file
+from kp_core.bundled import BUNDLED_MODEL, cache_directory, check_reachable, installed_file
 from kp_core.engines.hf.identity import (
     commit_of,
     fingerprint_of,
-    is_away,
     place_of,
     stamp_files,
     unreadable,
@@ -98,6 +97,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     that packs cannot serve, `TemplateError` without a chat template.
     """
     refuse_unknown(loading, [*signature(load_session).parameters, *LOADING], "load_engine")
+    _warn_of_others()
     source = bundled_model() if model is None else model
     stamp = stamp_files(source) if isinstance(source, str | Path) else {}
     loaded, hf_tokenizer = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code, **loading)
@@ -142,6 +142,21 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         renew=renew,
     )
     return Session(engine, name=name_of(model), template=template, probe=causal.seconds_per_token)
+
+
+@cache
+def _warn_of_others() -> None:
+    """Log, once in a process, that others use the cores: threads that wait for one another are slower than fewer."""
+    if not (hasattr(os, "getloadavg") and hasattr(os, "sched_getaffinity")):
+        return
+    cores, threads, load = len(os.sched_getaffinity(0)), torch.get_num_threads(), os.getloadavg()[0]
+    free = max(1, round(cores - load))
+    if load > cores / 2 and threads > free:
+        logger.warning(
+            "This machine is busy (load %.1f on %d cores), and the %d threads of the model wait for one another. "
+            "Setting OMP_NUM_THREADS=%d is faster now.",
+            *(load, cores, threads, free),
+        )
 
 
 def bundled_model() -> Path:
@@ -224,12 +239,10 @@ def load(
     target_device = target_device or best_device()
     target_dtype = target_dtype or best_dtype(target_device)
     place, file = place_of(model)
+    check_reachable(place, options.get("revision"))
     hub_options = {name: options.pop(name) for name in ("revision", "token") if name in options} | file
     hub_options["trust_remote_code"] = trust_remote_code
     try:
-        if is_away(place, hub_options.get("revision")):
-            # Without a network, this fails only after half a minute.
-            logger.warning("%s is not on this machine; looking for it on the hub.", place)
         _check_folder(Path(place), hub_options)
         config = AutoConfig.from_pretrained(place, **hub_options)
         kind_of(config)

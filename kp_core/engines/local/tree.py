@@ -7,6 +7,7 @@ with a different token. The KV of a token depends only on the tokens before it, 
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -15,10 +16,13 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from kp_core.events import log_event
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import common_length
 
 __all__ = ["Name", "Node", "Path", "PrefixTree", "common_tokens"]
+
+logger = logging.getLogger(__name__)
 
 _serials = itertools.count(1)
 _UNLABELLED: Mapping[int, tuple[int, int]] = MappingProxyType({})
@@ -349,6 +353,7 @@ class PrefixTree:
 
     def _evict(self, excess: int) -> bool:
         """Free at least `excess` bytes. Returns whether that was possible."""
+        nodes, nbytes = 0, self.nbytes
         while excess > 0:
             victim = next((node for node in self._age if not (node.children or node.pins or node.users)), None)
             if victim is None or victim.parent is None:
@@ -361,6 +366,9 @@ class PrefixTree:
                 del victim.parent.children[victim.key]
             del self._age[victim]
             self._release_storage(victim)
+            nodes += 1
+        if nodes:
+            log_event(logger, "KV evicted from memory", nodes=nodes, nbytes=nbytes - self.nbytes)
         return True
 
     def _release_storage(self, victim: Node) -> None:

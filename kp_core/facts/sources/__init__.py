@@ -45,12 +45,15 @@ def read_facts(  # noqa: PLR0913 - every setting has a default that works
 
     - `.jsonl`: one object per line; `text` is required, `title`, `source`, `id`, `namespace`, `expires` and `metadata`
       are the fact's own, any other field goes to its metadata.
-    - `.csv`: the same fields, named by the first line; all metadata are strings.
+    - `.csv`: the same fields, named by the first line; all metadata are strings. Without a column `text`, the text is
+      the whole row (`Team: billing; Seats: 800`), and all fields are metadata.
     - `.txt`: a fact per paragraph; blank lines separate paragraphs.
     - `.md`: as text, with the headings above (`Guide > Install`) as title; a fenced block is one paragraph.
+      A row of a table is a paragraph with the names of its columns.
     - `.html`: as Markdown; list items and table rows are paragraphs; scripts and navigation are left out.
     - `.docx`: a fact per paragraph or table row, with `paragraph` in its metadata and titles as in Markdown.
-    - `.pdf`: a fact per paragraph of a page, with `page` in its metadata and the document's title as title.
+    - `.pdf`: a fact per paragraph of a page, or per row of a table with numbers, with `page` in its metadata and the
+      document's title as title.
     - `-`: JSON lines if it begins with `{`, else as `.txt`.
 
     Paragraphs of more than `max_chars` characters are cut at sentence ends. Unless the row says otherwise, the source

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, groupby, zip_longest
 from pathlib import Path
 from typing import IO, Any
 
 from kp_core.bundled import needing
 from kp_core.facts.sources.drafts import Draft, Headings, below, cut, title_of, wrong
+from kp_core.facts.sources.tables import page_tables, row_texts
 
 __all__ = ["read_docx", "read_html", "read_pdf"]
 
@@ -19,9 +20,11 @@ _LARGEST, _TIMES = (
     100_000_000,
     20,
 )  # A .docx may unpack to this many bytes, or this many times its own size; text compresses to a tenth.
+_MOST_SPANNED, _MOST_PLACES = 100, 1_000_000  # Of a cell in HTML, and of all cells of a table.
 _WIDEST = 1000  # Columns of a cell; python-docx returns the cell once per column.
 _TAG = re.compile(rb"<(/?)([a-zA-Z][a-zA-Z0-9-]*)")
 _VOID = frozenset(b"area base br col embed hr img input link meta source track wbr".split())
+_AFTER_BLANK = re.compile(r"\S [-+$€£]?\d")
 _BLANK_LINE = re.compile(r"\n\s*\n")
 _HEADING = re.compile(r"(?:h|Heading )([1-9])$")
 # Tags that begin and end a paragraph; text continues across all others.
@@ -29,7 +32,8 @@ _BLOCK_NAMES = (
     "address article aside blockquote body caption dd details div dl dt fieldset figcaption figure footer form "
     "header hr html li main ol p pre section summary table tbody tfoot thead tr ul"
 )
-_BLOCKS = frozenset([*_BLOCK_NAMES.split(), *(f"h{depth}" for depth in range(1, 7))])
+_HEADINGS = [f"h{depth}" for depth in range(1, 7)]
+_BLOCKS = frozenset([*_BLOCK_NAMES.split(), *_HEADINGS])
 _UNSEEN = ("script", "style", "template", "noscript", "title", "head", "nav")
 
 
@@ -58,12 +62,19 @@ def read_pdf(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draft
             page = reader.pages[number - 1]
             text = page.extract_text()
             pictures = bool(text.strip()) or len(page.images)
+            may_have_rows = sum(bool(_AFTER_BLANK.search(line)) for line in text.splitlines()) > 1
+            # Only this slower way keeps columns apart.
+            apart = page.extract_text(extraction_mode="layout") if may_have_rows else ""
         except Exception as error:  # noqa: BLE001 - as above
             yield wrong(path, place, f"is damaged ({error or type(error).__name__})")
             continue
         if not text.strip() and pictures:
             yield wrong(path, place, "holds pictures and no text; run text recognition over it first")
-        for paragraph in _BLANK_LINE.split(text):
+        tables = list(page_tables(apart))
+        in_tables = {" ".join(row) for _, rows in tables for row in rows}.union(caption for caption, _ in tables)
+        lines = (" ".join(line.split()) for line in text.splitlines())
+        paragraphs = _BLANK_LINE.split("\n".join("" if line in in_tables else line for line in lines))
+        for paragraph in (*paragraphs, *(row for caption, rows in tables for row in row_texts(rows, caption) or ())):
             for piece in cut(" ".join(paragraph.split()), max_chars):
                 yield place, {"text": piece, "title": title, "page": number}
 
@@ -115,10 +126,15 @@ def read_docx(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draf
         document = _opened(path, docx.Document)
         title = document.core_properties.title or ""
         # One at a time, so that the caller may stop early.
+        above = chain([None], document.iter_inner_content())
         blocks = (
             entry
-            for item in document.iter_inner_content()
-            for entry in (_rows(item) if isinstance(item, Table) else [(getattr(item.style, "name", ""), item.text)])
+            for before, item in zip(above, document.iter_inner_content(), strict=False)
+            for entry in (
+                _rows(item, _caption(before))
+                if isinstance(item, Table)
+                else [(getattr(item.style, "name", ""), item.text)]
+            )
         )
         numbered = ((number, *block) for number, block in enumerate(blocks, start=1))
         yield from _sections(path, "paragraph", numbered, title, max_chars)
@@ -147,13 +163,20 @@ def _opened(path: Path, read: Callable[[IO[bytes]], Any]) -> Any:  # noqa: ANN40
     return document
 
 
-def _rows(table: Any) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - the library's own type
+def _caption(before: Any) -> str:  # noqa: ANN401 - the library's own type
+    return before.text.strip() if getattr(getattr(before, "style", None), "name", "") == "Caption" else ""
+
+
+def _rows(table: Any, caption: str) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - the library's own type
+    rows = []
     for row in table.rows:
-        cells, texts = row.cells, []
-        while cells:
-            texts.append(cells[0].text)
-            cells = cells[cells[0].grid_span :]  # python-docx returns a wide cell once per column.
-        yield "", " ".join(texts)
+        cells = row.cells  # python-docx returns a wide cell once per column.
+        rows.append(
+            ["" if cell is left else cell.text.strip() for left, cell in zip((None, *cells), cells, strict=False)]
+        )
+    is_marked = bool(table._tbl.xpath("./w:tr[1]/w:trPr/w:tblHeader"))  # noqa: SLF001 - read nowhere else
+    texts = row_texts(rows, caption, is_marked=is_marked)
+    yield from (("", text) for text in texts or (" ".join(filter(None, row)) for row in rows))
 
 
 def _sections(
@@ -179,6 +202,8 @@ def _blocks(soup: Any) -> Iterator[tuple[int, str, str]]:  # noqa: ANN401 - the 
 
     for tag in soup(["br", "td", "th", *_BLOCKS]):
         tag.append("\n" if tag.name == "br" else " ")  # It ends a line, a cell, or a block, which may be empty.
+    for table in soup("table"):
+        _name_columns(table)
     nodes = (node for node in soup.descendants if isinstance(node, NavigableString))
     texts = (node for node in nodes if not isinstance(node, PreformattedString))  # Such as comments.
     # Tags are equal if their contents are, so the runs are told apart by the identity of the block.
@@ -188,6 +213,60 @@ def _blocks(soup: Any) -> Iterator[tuple[int, str, str]]:  # noqa: ANN401 - the 
         text = "".join(piece for piece, _ in pieces)
         if text.strip():
             yield block.sourceline or 1, block.name, text.strip() if block.name == "pre" else " ".join(text.split())
+
+
+def _name_columns(table: Any) -> None:  # noqa: ANN401 - as above
+    """Give each row of a table the names of its columns and the caption; leave tables without a header alone."""
+    if table.find(["table", "ul", "ol", "pre", *_HEADINGS]):
+        return
+    lines = table("tr")
+    heads = [line for line in lines if line.find_parent("thead")] or lines[:1]
+    places = sum(_span(cell, "colspan") * _span(cell, "rowspan") for cell in table(["td", "th"]))
+    if len(heads) == len(lines) or places > _MOST_PLACES:
+        return
+    is_marked = bool(table.thead) or not heads[0].find("td")
+    rows = _grid(lines, len(heads) if is_marked else 0)
+    names = [" ".join(dict.fromkeys(filter(None, column))) for column in zip_longest(*rows[: len(heads)], fillvalue="")]
+    caption = " ".join(table.caption.get_text().split()) if table.caption else ""
+    texts = row_texts([names, *rows[len(heads) :]], caption, is_marked=is_marked)
+    for line, text in zip(lines[len(heads) :], texts[1:] if texts else (), strict=False):
+        line.clear()
+        line.append(f"{text} ")
+    for told in (*heads, *table("caption")) if texts else ():
+        told.decompose()
+
+
+def _grid(lines: Sequence[Any], heads: int) -> list[list[str]]:
+    """Return the cells of a table's rows by column.
+
+    A cell of several rows is in each of them. One of several columns is in the first of them, in the first `heads` rows
+    in all.
+    """
+    rows, spanning = list[list[str]](), dict[int, tuple[str, int]]()
+
+    def put(row: list[str], text: str, more: int) -> None:
+        spanning.pop(len(row), None)
+        if more:
+            spanning[len(row)] = text, more - 1
+        row.append(text)
+
+    for number, line in enumerate(lines):
+        row = list[str]()
+        for cell in line(["td", "th"]):
+            while len(row) in spanning:
+                put(row, *spanning[len(row)])
+            text = " ".join(cell.get_text().split())
+            for at in range(_span(cell, "colspan")):
+                put(row, text if not at or number < heads else "", _span(cell, "rowspan") - 1)
+        while len(row) in spanning:
+            put(row, *spanning[len(row)])
+        rows.append(row)
+    return rows
+
+
+def _span(cell: Any, name: str) -> int:  # noqa: ANN401 - as above
+    said = str(cell.get(name, "1"))
+    return min(max(int(said), 1), _MOST_SPANNED) if said.isdecimal() else 1
 
 
 def _block_of(text: Any) -> Any:  # noqa: ANN401 - as above

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from kp_core.errors import SourceError
 from kp_core.facts.sources.drafts import Draft, Headings, below, cut, lines_of, title_of, wrong
+from kp_core.facts.sources.tables import are_names, markdown_rows, named, row_texts
 
 __all__ = ["read_csv", "read_json_lines", "read_markdown", "read_text"]
 
@@ -34,8 +35,9 @@ def _paragraphs(path: Path, max_chars: int, encoding: str | None, *, markdown: b
     begun, fence = 1, ""
 
     def flush() -> Iterator[Draft]:
-        for piece in cut("\n".join(lines), max_chars):
-            yield f"line {begun}", {"text": piece, "title": title_of(headings), "line": begun}
+        for number, text in _with_rows(lines, begun) if markdown else [(begun, "\n".join(lines))]:
+            for piece in cut(text, max_chars):
+                yield f"line {number}", {"text": piece, "title": title_of(headings), "line": number}
         lines.clear()
 
     for number, line in lines_of(path, encoding):
@@ -55,6 +57,22 @@ def _paragraphs(path: Path, max_chars: int, encoding: str | None, *, markdown: b
         if mark and (not fence or (line.strip() == mark[1] and mark[1].startswith(fence))):
             fence = "" if fence else mark[1]
     yield from flush()
+
+
+def _with_rows(lines: Sequence[str], begun: int) -> Iterator[tuple[int, str]]:
+    """Yield the texts of a paragraph that begins at the line `begun`: the whole, or each row of a table in it.
+
+    A single line above the table is its caption.
+    """
+    found = None if lines and _FENCE.match(lines[0].strip()) else markdown_rows(lines)
+    if found is None:
+        yield begun, "\n".join(lines)
+        return
+    at, rows = found
+    if at > 1:
+        yield begun, "\n".join(lines[:at])
+    texts = row_texts(rows, lines[0].strip() if at == 1 else "", is_marked=True) or ()
+    yield from ((begun + at + number + 1, text) for number, text in enumerate(texts) if text)
 
 
 def read_json_lines(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]:
@@ -77,7 +95,7 @@ def read_json_lines(path: Path, _: int, encoding: str | None = None) -> Iterator
 
 
 def read_csv(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]:
-    """Yield one record per row; the first line has the names."""
+    """Yield one record per row; the first line has the names. Without a column `text`, the whole row is the text."""
     bad: list[Draft] = []
 
     def good() -> Iterator[str]:
@@ -94,11 +112,15 @@ def read_csv(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]
             yield row
         elif names is None:
             names = row
-            if "text" not in names:
-                yield wrong(path, "line 1", f"got the columns {names}; expected one called `text`")
+            if "text" not in names and not are_names(names):
+                yield wrong(
+                    path, "line 1", f"got the columns {names}; expected one called `text`, or two names and more"
+                )
                 return
         elif len(row) == len(names):
-            yield f"line {rows.line_num}", {name: cell for name, cell in zip(names, row, strict=True) if cell}
+            fields = {name: cell for name, cell in zip(names, row, strict=True) if cell}
+            draft = fields if "text" in names else {"text": named(names, row), "metadata": fields}
+            yield f"line {rows.line_num}", draft
         elif row:
             yield wrong(path, f"line {rows.line_num}", f"got {len(row)} cells; expected {len(names)}")
     yield from bad

@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import socket
 import sys
 import warnings
 
@@ -14,8 +15,9 @@ from torch.ao.quantization import quantize_dynamic
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from kp_core import load_engine
-from kp_core.engines.hf.identity import identity_of, is_away, watched
-from kp_core.engines.hf.loading import bundled_model, load
+from kp_core.engines.hf.foresight import foresee
+from kp_core.engines.hf.identity import identity_of, load_tokenizer, watched
+from kp_core.engines.hf.loading import _warn_of_others, bundled_model, load, load_session
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.errors import FingerprintMismatchError, ModelChangedError, ModelError, UnsupportedModelError
@@ -189,16 +191,45 @@ def offline(monkeypatch, tmp_path):
     return tmp_path / "hub" / "models--veyl--bell"
 
 
-def test_a_name_that_the_hub_is_asked_for_is_said_at_once(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(("load", "threads", "said"), [(3.0, 4, "OMP_NUM_THREADS=1 is"), (3.0, 1, ""), (0.4, 4, "")])
+def test_threads_that_would_wait_for_others_are_said_once(load, threads, said, monkeypatch, caplog):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    _warn_of_others.cache_clear()
+    for _ in range(2):
+        load_session(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    assert [said in line for line in caplog.messages] == [True] * bool(said)
+    if said:
+        assert "busy (load 3.0 on 4 cores), and the 4 threads" in caplog.text
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """Where the hub is: nobody listens there yet. A model `veyl/bell` is in its cache."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    assert is_away("veyl/bell")
-    assert not is_away("./veyl")
-    assert not is_away(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr("kp_core.bundled.getproxies", dict)
+    (tmp_path / "models--veyl--bell").mkdir()
+    return port
+
+
+@pytest.mark.parametrize("ask", [load_engine, identity_of, foresee, load_tokenizer, load_session])
+def test_a_model_that_is_nowhere_is_said_in_one_line_and_nothing_is_tried_again(ask, hub, caplog, capfd):
+    with pytest.raises(ModelError, match=r"no folder here.* cannot be reached\. Did you mean 'veyl/bell'\?") as caught:
+        ask("veyl/bel")
+    assert "\n" not in str(caught.value)
+    assert (caplog.text, *capfd.readouterr()) == ("", "", "")
+
+
+def test_a_name_that_the_hub_is_asked_for_is_said_at_once(hub, monkeypatch, caplog):
     monkeypatch.setattr("kp_core.engines.hf.loading.AutoConfig.from_pretrained", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        load_engine("veyl/bell")
-    assert "veyl/bell is not on this machine" in caplog.text
+    with socket.create_server(("127.0.0.1", hub)), pytest.raises(ZeroDivisionError):
+        load_engine("veyl/harbour")
+    assert caplog.text.count("veyl/harbour is not on this machine") == 1
 
 
 def test_an_id_is_the_same_model_as_its_files(offline):
@@ -466,6 +497,6 @@ def test_models_without_logits_are_refused():
 @pytest.mark.parametrize("name", ["nobody/nothing", "nothing-of-that-name", "a b c", "../x/y/z", ""])
 def test_an_id_that_cannot_be_reached_is_one_line(name, offline):
     for read in (load_engine, identity_of):
-        with pytest.raises(ModelError, match="Expected a Hugging Face id") as caught:
+        with pytest.raises(ModelError, match=r"Expected a Hugging Face id|no folder here") as caught:
             read(name)
         assert "\n" not in str(caught.value)

@@ -93,7 +93,7 @@ def test_nothing_is_stored_without_an_engine_to_compile_it(facts: FactStore, del
 def test_a_search_finds_where_background_work_finds_no_room(facts: FactStore, delivery: Delivery) -> None:
     facts.add(lines(3))
     engine, go = tiny_engine(), threading.Event()
-    later = Delivery(facts, engine, delivery.store, kv="lazy", namespace="isles", precompile="background")
+    later = Delivery(facts, engine, delivery.store, kv="lazy", namespace="isles", precompile="idle")
     with suppress(BusyError):
         while True:
             engine.when_idle(lambda: go.wait(60) and None)

@@ -8,12 +8,13 @@ import json
 import os
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import docx
 import pytest
+from docx.oxml import OxmlElement
 from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject, NumberObject
 
@@ -87,7 +88,8 @@ BAD = {
     "e2.jsonl": ('{"text": ["a"]}\n', "line 1: Got ['a'] (list) as text"),
     "f.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', "line 2: is not UTF-8"),
     "g.csv": ("text,title\na\n", "line 2: got 1 cells; expected 2"),
-    "h.csv": ("body\na\n", "line 1: got the columns ['body']; expected one called `text`"),
+    "h.csv": ("body\na\n", "line 1: got the columns ['body']; expected one called `text`, or two names"),
+    "h2.csv": ("billing,8,800\nsales,3,75\n", "line 1: got the columns ['billing', '8', '800']; expected one called"),
     "i.csv": ('text\n"a" b\n', "line 2: is not CSV"),
     "j.csv": (b"text\na\n\xff\n", "line 3: is not UTF-8"),
     "k.txt": (b"a\n\n\xe9\n", "line 3: is not UTF-8"),
@@ -162,6 +164,121 @@ def test_pdf(tmp_path: Path) -> None:
     assert list(read_facts(path)) == [
         Fact("The mill has four sails.", title="Guide", source=str(path), metadata={"page": 1}),
         Fact("A ferry leaves at six.", title="Guide", source=str(path), metadata={"page": 3}),
+    ]
+
+
+TEAMS = [("Team", "People", "Seats"), ("billing", "8", "800"), ("support desk", "", "950")]
+ROWS = ["Team: billing; People: 8; Seats: 800", "Team: support desk; Seats: 950"]
+
+
+def word_table(path: Path, rows: list[tuple[str, ...]], caption: str = "", *, marked: bool = False) -> Path:
+    document = docx.Document()
+    document.add_paragraph("Before.")
+    if caption:
+        document.add_paragraph(caption, style="Caption")
+    table = document.add_table(0, len(rows[0]))
+    for row in rows:
+        for cell, text in zip(table.add_row().cells, row, strict=True):
+            cell.text = text
+    if marked:
+        table.rows[0]._tr.get_or_add_trPr().append(OxmlElement("w:tblHeader"))
+    document.save(str(path))
+    return path
+
+
+def html_table(rows: list[tuple[str, ...]], caption: str = "", cell: str = "td") -> str:
+    first, *rest = (
+        "".join(f"<{kind}>{text}</{kind}>" for text in row)
+        for kind, row in zip([cell, *["td"] * len(rows)], rows, strict=False)
+    )
+    about = f"<caption>{caption}</caption>" if caption else ""
+    return f"<p>Before.</p><table>{about}<tr>{first}</tr>" + "".join(f"<tr>{row}</tr>" for row in rest) + "</table>"
+
+
+def pdf_table(rows: list[tuple[str, ...]], *above: str) -> bytes:
+    """A page with lines, and below them a table whose cells are placed one by one."""
+    cells = [(50, 740 - 20 * at, line) for at, line in enumerate(above)]
+    top = 700 - 20 * len(above)
+    cells += [(50 + 150 * at, top - 20 * y, text) for y, row in enumerate(rows) for at, text in enumerate(row) if text]
+    return pdf(*["".join(f") Tj ET BT /F1 12 Tf {x} {y} Td ({text}" for x, y, text in cells)])
+
+
+@pytest.mark.parametrize("caption", ["", "Table 1: Staff in May."])
+@pytest.mark.parametrize("kind", ["csv", "html", "th", "md", "docx", "marked", "pdf"])
+def test_a_row_says_what_its_columns_and_its_table_are(tmp_path: Path, kind: str, caption: str) -> None:
+    said = [caption] if caption else []
+    rows = [*TEAMS[:2], ("support desk", "12", "950")] if kind == "pdf" else TEAMS
+    lines = ["| " + " | ".join(row) + " |" for row in TEAMS]
+    files: dict[str, Callable[[], Path]] = {
+        "csv": lambda: written(tmp_path / "a.csv", "".join(",".join(row) + "\n" for row in TEAMS)),
+        "html": lambda: written(tmp_path / "a.html", html_table(TEAMS, caption)),
+        "th": lambda: written(tmp_path / "a.html", html_table(TEAMS, caption, "th")),
+        "md": lambda: written(tmp_path / "a.md", "\n".join(["Before.", "", *said, lines[0], "|:-|-|-:|", *lines[1:]])),
+        "docx": lambda: word_table(tmp_path / "a.docx", TEAMS, caption),
+        "marked": lambda: word_table(tmp_path / "a.docx", TEAMS, caption, marked=True),
+        "pdf": lambda: written(tmp_path / "a.pdf", pdf_table(rows, "Before.", *said)),
+    }
+    found = [fact.text for fact in read_facts(files[kind]())]
+    expected = ROWS if kind != "pdf" else [ROWS[0], "Team: support desk; People: 12; Seats: 950"]
+    if kind == "csv":
+        assert found == expected
+        return
+    assert found[0] == "Before."
+    assert found[-2:] == [f"{caption.rstrip('.')}. {row}" if caption else row for row in expected]
+    assert found[1:-2] == [caption] * (bool(caption) and kind in ("docx", "marked"))
+
+
+@pytest.mark.parametrize("kind", ["html", "docx"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [("Name", "Orla Venn"), ("Age", "40"), ("Place", "Veyl")],
+        [("Sails", "4"), ("Doors", "2")],
+        [("one", "two", "three")],
+    ],
+    ids=["pairs", "numbers", "one row"],
+)
+def test_a_table_without_a_header_is_read_row_by_row(tmp_path: Path, kind: str, rows: list[tuple[str, ...]]) -> None:
+    path = word_table(tmp_path / "a.docx", rows) if kind == "docx" else written(tmp_path / "a.html", html_table(rows))
+    assert [fact.text for fact in read_facts(path)] == ["Before.", *map(" ".join, rows)]
+
+
+def test_cells_that_span_rows_and_columns(tmp_path: Path) -> None:
+    content = """<table><thead><tr><th rowspan=2>Team</th><th colspan=2>Staff</th></tr>
+    <tr><th>May</th><th>June</th></tr></thead><tr><td rowspan="2">billing</td><td>8</td><td><p>9</p></td></tr>
+    <tr><td colspan=2>closed</td></tr>
+    <tr><td colspan="99999999">Not <b>count</b>ed</td></tr></table>
+    <table><tr><td><h2>Layout</h2><p>Left.</p></td><td>Right.</td></tr><tr><td>a</td><td>1</td></tr></table>"""
+    assert [(fact.text, fact.title) for fact in read_facts(written(tmp_path / "a.html", content))] == [
+        ("Team: billing; Staff May: 8; Staff June: 9", ""),
+        ("Team: billing; Staff May: closed", ""),
+        ("Not counted", ""),
+        ("Left.", "Layout"),
+        ("Right.", "Layout"),
+        ("a 1", "Layout"),
+    ]
+
+
+def test_a_csv_of_any_columns_keeps_them_as_metadata(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", "id,Team,Seats\n1,billing,800\n")
+    [fact] = read_facts(path)
+    assert (fact.text, dict(fact.metadata)) == (
+        "id: 1; Team: billing; Seats: 800",
+        {"id": "1", "Team": "billing", "Seats": "800"},
+    )
+    assert fact.id != "1"  # Rows of other files may have the same number.
+
+
+def test_tables_in_markdown_keep_their_lines_and_pipes(tmp_path: Path) -> None:
+    content = (
+        "# Staff\n\nTwo lines\nabove.\nTeam | Seats\n--- | ---\na\\|b | 8\n\n```\na | b\n--|--\n1 | 2\n```\n\na | b\n"
+    )
+    facts = read_facts(written(tmp_path / "a.md", content))
+    assert [(fact.text, fact.title, fact.metadata["line"]) for fact in facts] == [
+        ("Two lines\nabove.", "Staff", 3),
+        ("Team: a|b; Seats: 8", "Staff", 7),
+        ("```\na | b\n--|--\n1 | 2\n```", "Staff", 9),
+        ("a | b", "Staff", 15),
     ]
 
 
@@ -297,8 +414,9 @@ def test_deeply_nested_html_is_read(tmp_path: Path) -> None:
         ("a.html", "<p>before</p>" + "<!--" * 100_000, ["before"]),
         ("a.html", "<p>one</p><!-- not this --><p>two</p><!-- to the end <p>three</p>", ["one", "two"]),
         ("a.html", "<br>" * 50_000 + "<p>text</p>" * 2, ["text", "text"]),
+        ("a.html", "<table><tr><th>a<tr>" + "<td colspan=99 rowspan=99></td>" * 20_000 + "text</table>", ["a", "text"]),
     ],
-    ids=["heading", "comments", "comment", "breaks"],
+    ids=["heading", "comments", "comment", "breaks", "cells"],
 )
 def test_what_looks_long_is_read_in_time(tmp_path: Path, name: str, content: str, texts: list[str]) -> None:
     facts = list(read_facts(written(tmp_path / name, content)))

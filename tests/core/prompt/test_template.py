@@ -1,4 +1,3 @@
-import logging
 from dataclasses import replace
 
 import pytest
@@ -6,7 +5,8 @@ import pytest
 from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, PackStore, PackView, Prefix
 from kp_core import Packs as Store
 from kp_core.errors import PromptError, TemplateError, UnsupportedContentError
-from kp_core.packs.view import PackRef
+from kp_core.packs.view import PackRef, why_unresolved
+from kp_core.prompt.conversation import placed, unresolved
 from kp_core.testing import CHATML, tiny_tokenizer
 
 HANDLE, OTHER, FOREIGN = (f"kp:{space}/{letter * 21}" for space, letter in (("a", "a"), ("a", "b"), ("b", "a")))
@@ -395,20 +395,28 @@ def test_a_pack_that_goes_as_text_belongs_to_its_namespace(change):
     assert list(made.render("Who?", view=view).owned(0, 3)) == [(0, 3, "")]
 
 
-def test_roles_and_namespaces_that_may_not_stay_text(caplog):
+def test_roles_and_namespaces_that_may_not_stay_text():
     made = template("plain")
     messages = [
         {"role": "assistant", "content": HANDLE},
         {"role": "user", "content": f"{FOREIGN} kp:a/{'c' * 21}"},
         {"role": "tool", "content": HANDLE},
     ]
-    with caplog.at_level(logging.WARNING):
-        prompt = made.render(messages, view=Packs().view(trusted_roles={"user"}))
+    view = Packs().view(trusted_roles={"user"})
+    prompt = made.render(messages, view=view)
     assert prompt.spans == ()
     assert made.text(prompt).count("kp:") == 4
-    assert "role 'tool' is not trusted" in caplog.text
-    assert "namespace 'b' is not allowed" in caplog.text
-    assert "no such pack" in caplog.text
+    reasons = [why_unresolved(name, view, role) for name, role in unresolved(placed(messages, view=view))]
+    expected = ("role 'assistant' is", "namespace 'b' is not allowed", "no such pack", "role 'tool' is not trusted")
+    assert all(start in reason for start, reason in zip(expected, reasons, strict=True))
+
+
+def test_what_brings_its_pack_is_not_unresolved_wherever_the_pack_goes():
+    view = Packs(**{HANDLE: "Orla Venn keeps the light of Veyl."}).view()
+    messages = [{"role": "user", "content": f"{HANDLE} {HANDLE[:-1]}, kp:a/see-below"}]
+    for placement in ("in_place", "system"):
+        left = unresolved(placed(messages, view=view, placement=placement))
+        assert left == [(HANDLE[:-1], "user")]
 
 
 def test_handles_inside_facts_are_not_followed():
