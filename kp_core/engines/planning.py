@@ -79,17 +79,14 @@ class Planner:
         if view is not None:
             recognise = view.recognise and request.recognise
             view = replace(view, recognise=recognise, model=self._identity, mismatch=request.mismatch)
-        turns, unread = (
-            placed(
-                messages,
-                view=view,
-                packs=explicit_packs(request.packs, view, self._identity, request.mismatch),
-                placement=request.placement,
-                compact=request.compact,
-            ),
-            0,
+        turns = placed(
+            messages,
+            view=view,
+            packs=explicit_packs(request.packs, view, self._identity, request.mismatch),
+            placement=request.placement,
+            compact=request.compact,
         )
-        handles = unresolved(turns)
+        handles, unread = unresolved(turns), 0
         _report(handles, view, request)
         if isinstance(request.composer, SelectComposer):
             turns, unread = self._selector.selected(turns, request.composer, view)

@@ -38,7 +38,7 @@ def test_a_composer_by_name(adapter, composer, isles):
     question = "\n\n".join((*handles, f"{adapter}?"))
     assert usage_of(adapter, store, question)["approximate_tokens"] == 0
     assert usage_of(adapter, store, question, composer=composer)["approximate_tokens"] > 0
-    with pytest.raises((OptionError, ValueError), match="expected one of blend, exact, naive, packet, splice"):
+    with pytest.raises((OptionError, ValueError), match="expected one of blend, exact, naive, packet, select, splice"):
         usage_of(adapter, store, question, composer="mend")
 
 
