@@ -77,7 +77,8 @@ class Usage:
     reordered_packs: int = 0
     """Packs whose order among their neighbours changed (`order="free"`)."""
     unread_packs: int = 0
-    """Packs that were left out, because the question does not look at them (`composer="select"`)."""
+    """Packs that were left out, because the question does not look at them (`composer="select"`). The pass that found
+    it out is in `ttft_s`, and not in `computed_tokens`, which counts tokens of the prompt."""
     errata_tokens: int = 0
     """Tokens of `pack_tokens` that belong to errata (see `kp_core.edit`)."""
     unresolved_handles: int = 0

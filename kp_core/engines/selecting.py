@@ -62,10 +62,12 @@ class Selector:
         self,
         template: ChatTemplate,
         identity: ModelFingerprint,
+        max_positions: int,
         attention: Attention,
         build: Callable[[Sequence[str]], Iterable[KnowledgePack]],
     ) -> None:
-        self._template, self._identity, self._attention, self._build = template, identity, attention, build
+        self._template, self._identity, self._max_positions = template, identity, max_positions
+        self._attention, self._build = attention, build
         self._found: tuple[list[int], list[int]] | None = None
         self._chosen: OrderedDict[Hashable, Handles] = OrderedDict()
         self._lock = threading.Lock()
@@ -119,6 +121,11 @@ class Selector:
         # A pack of memory ends its line itself.
         parts: list[Segment] = [part for pack in packs for part in (pack, "" if pack.memory else GAP)]
         prompt = self._template.render_turns([Turn("user").with_segments([*parts, query])])
+        if len(prompt) > self._max_positions and len(packs) > 1:
+            # More packs than the model has positions: each half is looked at by itself.
+            at = len(packs) // 2
+            first, second = (self._by_head(half, query, view, layers) for half in (packs[:at], packs[at:]))
+            return None if first is None or second is None else torch.cat([first, second], dim=-1)
         for span in prompt.spans:
             pack = span.pack
             if (

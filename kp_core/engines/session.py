@@ -109,7 +109,8 @@ class Session:
     @cached_property
     def _planner(self) -> Planner:
         identity = self.engine.identity
-        selector = Selector(self.template, identity, self._attention, partial(self.build_packs, progress=False))
+        build = partial(self.build_packs, progress=False)
+        selector = Selector(self.template, identity, self.max_positions, self._attention, build)
         return Planner(self.template, identity, self.max_positions, self._found, selector)
 
     def _attention(self, plan: Plan, layers: int | None) -> Tensor | None:
@@ -192,7 +193,10 @@ class Session:
         return Prefill(stream.first_logits, usage_of(plan, stream, 0, limit.spent), plan.prompt)
 
     def explain(self, messages: Sequence[Message] | str, **options: Any) -> Explanation:  # noqa: ANN401
-        """What `generate` would do with this request, as a table of regions. It makes the plan and does not run it."""
+        """What `generate` would do with this request, as a table of regions. It makes the plan and does not run it.
+
+        With `select`, making the plan takes one pass of the question.
+        """
         plan = self._plan(messages, Request.of(options), learn=False)
         tokens, seconds = self._pace
         pace = seconds / tokens if tokens else self._probe()

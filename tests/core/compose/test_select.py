@@ -7,7 +7,7 @@ import torch
 
 from kp_core import PackStore, SelectComposer
 from kp_core.engines.selecting import Selector, query_of
-from kp_core.errors import OptionError
+from kp_core.errors import ContextOverflowError, OptionError
 from kp_core.prompt.conversation import Turn, to_turns
 from tests.conftest import tiny_engine
 
@@ -116,6 +116,17 @@ def test_a_new_process_need_not_look_for_the_heads_again(towns, monkeypatch):
     assert engine._planner._selector._found == found
     assert again.token_ids == first.token_ids
     engine.__dict__.pop("_planner")
+
+
+def test_more_packs_than_the_model_has_positions(tmp_path):
+    engine, store = tiny_engine(), PackStore(tmp_path)
+    texts = [f"{at} {'abcdefghij'[at % 10] * 90}" for at in range(40)]
+    handles = [str(store.put(pack)) for pack in engine.build_packs(texts, progress=False)]
+    assert sum(map(len, texts)) > engine.max_positions
+    answer = engine.generate(ask(handles, "X"), composer=SELECT, view=store.view("default"), max_tokens=2)
+    assert answer.usage.unread_packs == 39
+    with pytest.raises(ContextOverflowError):
+        engine.generate(ask(handles, "X"), view=store.view("default"), max_tokens=2)
 
 
 def test_packs_are_read_for_the_question_that_belongs_to_them():
