@@ -1,6 +1,7 @@
 """Engines, models and data that many tests share."""
 
 import json
+import logging
 import os
 import time
 from functools import cache
@@ -14,6 +15,15 @@ from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 
 DEMO = Path(__file__).parents[1] / "cookbooks" / "demo"
 DATA = Path(os.environ.get("KP_DATA") or Path(__file__).parents[1] / ".." / "shared" / "data")
+
+
+@pytest.fixture(autouse=True)
+def levels():
+    """A command that a test calls in process sets the level of the log for all that follow."""
+    logger = logging.getLogger("kp_core")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 def until(holds, timeout_s=60):

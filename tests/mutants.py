@@ -130,14 +130,14 @@ FAULTS = (
     # Packs: who may read them, and what they are.
     Fault(
         "kp_core/packs/view.py",
-        "if role not in self.trusted_roles:",
-        "if role == 'nobody':",
+        "may_read = role in self.trusted_roles and handle.namespace in self.namespaces",
+        "may_read = handle.namespace in self.namespaces",
         "tests/core/prompt tests/core/engines/test_session.py",
     ),
     Fault(
         "kp_core/packs/view.py",
-        "elif handle.namespace not in self.namespaces:",
-        "elif handle.namespace == '':",
+        "may_read = role in self.trusted_roles and handle.namespace in self.namespaces",
+        "may_read = role in self.trusted_roles",
         "tests/core/prompt tests/core/packs",
     ),
     Fault(

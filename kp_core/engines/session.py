@@ -404,7 +404,8 @@ class Session:
         if plan.kept:
             plan.kept.write(self.when_idle)
         usage = generation.usage
-        log_event(logger, "packs read", packs=len(plan.prompt.spans), **usage.to_dict())
+        if logger.isEnabledFor(logging.DEBUG):
+            log_event(logger, "packs read", packs=len(plan.prompt.spans), **usage.to_dict())
         if usage.computed_tokens >= _PACED:
             self._pace = (self._pace[0] + usage.computed_tokens, self._pace[1] + usage.ttft_s)
         return generation

@@ -374,8 +374,9 @@ class FactStore(ABC):
 
     def _put_near(self, space: str, facts: Sequence[Fact], vectors: Vectors) -> None:
         """Store facts, each in the bank with the nearest centroid if there are banks."""
-        near = None if self._bank_count(space) is None else self._nearest_banks(space, vectors, 1)
-        self._put(space, facts, vectors, None if near is None else [number for [(number, _)] in near])
+        near = [] if self._bank_count(space) is None else self._nearest_banks(space, vectors, 1)
+        # Another process may have removed the banks meanwhile.
+        self._put(space, facts, vectors, [banks[0][0] for banks in near] if near and all(near) else None)
 
     def _embed(self, facts: Sequence[Fact]) -> Vectors:
         if not facts:

@@ -162,21 +162,21 @@ def test_tokens_reach_callbacks(tiny):
     assert listener.said == text
 
 
-def test_weights_are_loaded_once_per_process_and_only_when_needed(monkeypatch):
+def test_weights_are_loaded_once_per_process_and_only_when_needed(monkeypatch, tmp_path):
     loaded = []
     monkeypatch.setattr(shared, "_sessions", {})
     engine = tiny_engine()
     monkeypatch.setattr(hf, "load_session", lambda model, **_: loaded.append(model) or engine)
-    models = [ChatKnowledgePacks(model="a", max_tokens=1) for _ in range(4)]
+    models = [ChatKnowledgePacks(model=str(tmp_path), max_tokens=1) for _ in range(4)]
     assert not loaded
     threads = [threading.Thread(target=model.invoke, args=(CHAT,)) for model in models]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert loaded == ["a"]
-    ChatKnowledgePacks(model="a", dtype="float32", max_tokens=1).invoke(CHAT)
-    assert loaded == ["a", "a"]
+    assert loaded == [str(tmp_path)]
+    ChatKnowledgePacks(model=str(tmp_path), dtype="float32", max_tokens=1).invoke(CHAT)
+    assert loaded == [str(tmp_path)] * 2
 
 
 def test_names():

@@ -44,7 +44,13 @@ def test_a_handle_inside_a_fact_is_not_followed_when_the_fact_goes_as_text(engin
     held = MemoryFactStore(LetterEmbedder())
     held.add([fact])
     retriever = KnowledgePackRetriever(
-        fact_store=held, store=store, engine=engine and tiny_engine(), namespace="mine", content=content, kv="lazy"
+        fact_store=held,
+        store=store,
+        engine=engine and tiny_engine(),
+        namespace="mine",
+        content=content,
+        kv="lazy",
+        precompile="now",
     )
     [document] = retriever.invoke("inner?")
     usage = chat(store).invoke([HumanMessage(document.page_content)]).response_metadata["kp"]

@@ -35,7 +35,7 @@ def living(shelf, tmp_path):
 @pytest.fixture
 def wrapped(shelf, tmp_path):
     collection = Chroma("chunks", EMBEDDINGS, str(tmp_path / "chroma"))
-    return KnowledgePackRetriever.from_retriever(collection.as_retriever(), **parts(shelf))
+    return KnowledgePackRetriever.from_retriever(collection.as_retriever(), **parts(shelf), precompile="now")
 
 
 class TestDocumentIndex(DocumentIndexerTestSuite):

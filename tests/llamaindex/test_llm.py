@@ -171,20 +171,20 @@ def test_names_need_no_weights():
     assert KnowledgePackLLM().model_name == "SmolLM2-135M-Instruct"
 
 
-def test_weights_are_loaded_once_per_process_and_only_when_needed(monkeypatch):
+def test_weights_are_loaded_once_per_process_and_only_when_needed(monkeypatch, tmp_path):
     loaded, engine = [], tiny_engine()
     monkeypatch.setattr(shared, "_sessions", {})
     monkeypatch.setattr(hf, "load_session", lambda model, **_: loaded.append(model) or engine)
-    models = [KnowledgePackLLM(model="a", max_tokens=1) for _ in range(4)]
+    models = [KnowledgePackLLM(model=str(tmp_path), max_tokens=1) for _ in range(4)]
     assert not loaded
     threads = [threading.Thread(target=model.complete, args=("Hi",)) for model in models]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert loaded == ["a"]
-    KnowledgePackLLM(model="a", dtype="float32", max_tokens=1).complete("Hi")
-    assert loaded == ["a", "a"]
+    assert loaded == [str(tmp_path)]
+    KnowledgePackLLM(model=str(tmp_path), dtype="float32", max_tokens=1).complete("Hi")
+    assert loaded == [str(tmp_path)] * 2
 
 
 def test_token_counting(tiny):

@@ -88,25 +88,33 @@ def test_of_answers_decoded_together_only_the_one_without_room_fails(engine, dev
     """A step of several that fails is computed one by one; the one that fails again gets the error."""
     requests = {number: f"{number}? " * (1 + 30 * (number == 2)) for number in range(1, 5)}
     alone = {number: engine.generate(asked, max_tokens=24).token_ids for number, asked in requests.items()}
-    engine.clear_cache()
-    streams = {number: engine.stream(asked, max_tokens=24) for number, asked in requests.items()}
-    deltas = {number: stream.deltas() for number, stream in streams.items()}
-    for pieces in deltas.values():
-        next(pieces)
-    failed_rows = []
 
-    def fails(hidden, positions):
-        is_step_of_long = hidden.shape[1] == 1 and int(positions.max()) > 64
-        failed_rows.extend([len(hidden)] * is_step_of_long)
-        return is_step_of_long
+    def together():
+        """The answers or errors by number, and the numbers of rows of the steps that failed."""
+        device.fail_at()
+        engine.clear_cache()
+        streams = {number: engine.stream(asked, max_tokens=24) for number, asked in requests.items()}
+        deltas = {number: stream.deltas() for number, stream in streams.items()}
+        for pieces in deltas.values():
+            next(pieces)
+        failed_rows = []
 
-    device.fails, errors = fails, []
-    with ThreadPoolExecutor(len(deltas)) as pool:
-        jobs = {number: pool.submit(list, pieces) for number, pieces in deltas.items()}
-    for number, job in jobs.items():
-        if isinstance(job.exception(), CacheBudgetError):
-            errors.append(number)
-    assert errors == [2]
+        def fails(hidden, positions):
+            is_step_of_long = hidden.shape[1] == 1 and int(positions.max()) > 64
+            failed_rows.extend([len(hidden)] * is_step_of_long)
+            return is_step_of_long
+
+        device.fails = fails
+        with ThreadPoolExecutor(len(deltas)) as pool:
+            jobs = {number: pool.submit(list, pieces) for number, pieces in deltas.items()}
+        errors = [number for number, job in jobs.items() if isinstance(job.exception(), CacheBudgetError)]
+        return streams, errors, failed_rows
+
+    for _ in range(20):  # On a busy machine, the long one may come alone.
+        streams, errors, failed_rows = together()
+        assert errors == [2]
+        if max(failed_rows) > 1:
+            break
     assert max(failed_rows) > 1
     assert failed_rows.count(1) == 1
     for number in (1, 3, 4):
