@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     # The same names as in `_PLACES`, for type checkers and editors.
     from kp_core.bundled import bundled_embedder
-    from kp_core.compose import BlendComposer, Composer, ExactComposer, NaiveComposer, PacketComposer, SpliceComposer
+    from kp_core.compose import (
+        BlendComposer,
+        Composer,
+        ExactComposer,
+        NaiveComposer,
+        PacketComposer,
+        SelectComposer,
+        SpliceComposer,
+    )
     from kp_core.engines.base import Engine, TokenStream
     from kp_core.engines.comparing import Calibration, Comparison, calibrate_composer, compare_composers
     from kp_core.engines.local.tree import PrefixTree
@@ -75,6 +83,7 @@ __all__ = [
     "SentenceTransformerEmbedder",
     "Session",
     "Span",
+    "SelectComposer",
     "SpliceComposer",
     "Steering",
     "Stream",
