@@ -141,8 +141,9 @@ class WrappedRetriever(PackRetriever):
         """Delete the packs of documents that were changed or deleted in the vector store; returns their handles.
 
         A pack is kept if the document that it was compiled from still has its text. `documents` are all that there are
-        now: for vector stores that cannot look up ids, or find documents without ids. Packs of this namespace that no
-        retriever made are not touched: so keep one namespace for one collection. Raises `FactError` if documents cannot
+        now: for vector stores that cannot look up ids, or find documents without ids. All packs of this namespace that
+        were made of facts or documents and cannot be traced go, so keep one namespace for one collection; they are
+        compiled again when found. Packs that were put by hand are not touched. Raises `FactError` if documents cannot
         be looked up. Nothing is deleted if the vector store fails.
         """
 

@@ -57,6 +57,8 @@ def composer_of(name: str) -> Composer:
             parameters[key] = value
     try:
         return _NAMED[method](**parameters)
+    except OptionError:
+        raise  # It says which parameter is wrong.
     except (KeyError, TypeError) as error:
         raise OptionError(
             f"Got composer={name!r}; expected one of {', '.join(_NAMED)}, with parameters as in "

@@ -29,7 +29,7 @@ class SelectComposer(ExactComposer):
     exact = False
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.packs, int | float) and self.packs >= 1 and int(self.packs) == self.packs):
+        if not (isinstance(self.packs, int | float) and self.packs >= 1 and float(self.packs).is_integer()):
             raise OptionError(f"Got packs={self.packs!r}; expected a number of packs, from 1 on.")
         object.__setattr__(self, "packs", int(self.packs))
 

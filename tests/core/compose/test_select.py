@@ -148,7 +148,14 @@ def test_the_packs_with_the_largest_weights_are_chosen():
     assert SelectComposer(9).chosen([0.1, 0.6, 0.3]) == [0, 2, 1]
 
 
-@pytest.mark.parametrize("name", ["select:packs=0", "select:packs=1.5", "select:packs=many", "select:k=2"])
+@pytest.mark.parametrize(
+    "name", ["select:packs=0", "select:packs=1.5", "select:packs=inf", "select:packs=many", "select:k=2"]
+)
 def test_bad_parameters_are_refused(name):
     with pytest.raises(OptionError, match="Got"):
         tiny_engine().generate("Hello.", composer=name)
+
+
+def test_the_error_says_which_parameter_is_wrong():
+    with pytest.raises(OptionError, match=r"Got packs=0\.0; expected a number of packs, from 1 on"):
+        tiny_engine().generate("Hello.", composer="select:packs=0")
