@@ -3,11 +3,10 @@
 Each conversation holds `--steps` searches: a tool call that asks for one fact of an invented world, and `--packs`
 passages of about `--tokens` tokens, one of which has it (`benchmarks.questions`). The calls are given, as a small model
 would stop or repeat itself; the first token behind each result is waited for. At the end, `--asked` of the questions
-are put once more, each behind the whole conversation. Three agents on one engine, with nothing in memory before each:
+are put once more, each behind the whole conversation. Several agents on one engine, with nothing in memory before each:
 
 - text: the tool returns the passages; the prefix tree reuses the conversation so far.
-- exact: the tool returns handles of packs.
-- select: handles, with `composer="select"`.
+- the name of a composer: the tool returns handles of packs, which this composer brings in.
 
 `first`: seconds to the first token, summed over the searches; `ratio` is that of the text agent, the median over
 conversations. `sent` and `computed`: tokens of the last prompt, and tokens computed in all. `right`: final answers that
@@ -31,7 +30,7 @@ from kp_core import PackStore, Session
 
 __all__ = ["main", "run"]
 
-_AGENTS = ("text", "exact", "select")
+_COMPOSERS = ("exact", "select", "select:packs=1")
 _ANSWER = 20
 
 
@@ -68,12 +67,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         return list(engine.tokenizer.encode(text, add_special_tokens=False))
 
     stream = questions("world", arguments.packs, arguments.tokens, encode, arguments.seed)
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in _AGENTS}
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in ("text", *arguments.composers)}
     with common.scratch(engine) as folder:
         store = PackStore(folder)
         for _ in track(range(arguments.limit), "Conversations"):
             found = list(islice(stream, arguments.steps))
-            for name in _AGENTS:
+            for name in rows:
                 rows[name].append(follow(engine, store, found, arguments.asked, name))
             common.write_json(arguments.json, {"dtype": arguments.dtype, "conversations": rows})
     return {"dtype": arguments.dtype, "conversations": rows}
@@ -83,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run, print the table, write the JSON file."""
     parser = common.argument_parser(__doc__, "")
     parser.set_defaults(limit=10)
+    parser.add_argument("--composers", nargs="+", default=_COMPOSERS, metavar="NAME", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=12, metavar="N", help="searches; default: %(default)s")
     parser.add_argument("--packs", type=int, default=4, metavar="N", help="passages of a search; default: %(default)s")
     parser.add_argument("--tokens", type=int, default=130, metavar="N", help="of a passage; default: %(default)s")
