@@ -251,8 +251,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         parser.error("expected at least 1 pack, token and question, and no fewer than 0 timed ones")
     if arguments.data and not arguments.data.is_file():
         parser.error(f"there is no file {arguments.data}; expected JSON lines with question, answer and passages")
-    if not arguments.data and "hotpot" in arguments.sets and min(arguments.packs) < 2:
-        parser.error("the set hotpot needs two facts; expected --packs from 2 on")
+    if not arguments.data and {"hops", "hotpot"} & {*arguments.sets} and min(arguments.packs) < 2:
+        parser.error("a question of hops or hotpot needs two facts; expected --packs from 2 on")
     try:
         for composer in arguments.composers:
             if composer != _REVERSED:

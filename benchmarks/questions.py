@@ -1,13 +1,14 @@
 """Questions over several documents of about one size, for comparing composers: invented worlds and public texts.
 
-Each set is an endless or finite stream of questions, drawn from a seed. One of the documents (or two, of *hotpot*)
-holds what is asked for; the others are of the same kind. Documents are brought to the asked size with sentences that
-answer nothing, before and behind.
+Each set is an endless or finite stream of questions, drawn from a seed. One of the documents (or two, of *hops* and
+*hotpot*) holds what is asked for; the others are of the same kind. Documents are brought to the asked size with
+sentences that answer nothing, before and behind.
 
 - needle: a code among codes that differ in the name of their harbour alone.
 - world: one attribute of one town, of an invented country.
 - single: a year, made from a passage of Wikipedia by its wording; other passages stand beside it.
-- hotpot: HotpotQA, two paragraphs; and where these are used up, an invented world of people and towns.
+- hops: two facts of an invented world: where a person lives, and an attribute of that town.
+- hotpot: HotpotQA, two paragraphs; and where these are used up, *hops*.
 - a file of one's own (`of_file`): a JSON object a line with `question`, `answer` and `passages`.
 """
 
@@ -25,7 +26,7 @@ from benchmarks import common
 
 __all__ = ["SETS", "Question", "of_file", "questions"]
 
-SETS = ("needle", "world", "single", "hotpot")
+SETS = ("needle", "world", "single", "hops", "hotpot")
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,7 @@ def questions(
     Raises `ValueError` for an unknown set.
     """
     draw = random.Random(f"{kind} {packs} {tokens} {seed}")  # noqa: S311 - no secret
-    if kind in ("needle", "world"):
-        made = _needle if kind == "needle" else _world
+    if made := {"needle": _needle, "world": _world, "hops": _two_hops}.get(kind):
         found: Iterator[Question] = (made(draw, packs) for _ in counted())
     elif kind == "single":
         found = _single(draw, packs, lambda text: _shortened(text, tokens, encode))
