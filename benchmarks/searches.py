@@ -72,8 +72,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         store = PackStore(folder)
         for _ in track(range(arguments.limit), "Conversations"):
             found = list(islice(stream, arguments.steps))
-            for name in rows:
-                rows[name].append(follow(engine, store, found, arguments.asked, name))
+            for name, mine in rows.items():
+                mine.append(follow(engine, store, found, arguments.asked, name))
             common.write_json(arguments.json, {"dtype": arguments.dtype, "conversations": rows})
     return {"dtype": arguments.dtype, "conversations": rows}
 

@@ -46,6 +46,7 @@ _COMMANDS = {
     "serve": ("serving", "Serve a model with its packs to a team, on vLLM."),
     "key": ("serving", "Make a key for `kp serve`."),
     "steer": ("steer", "Change how a model speaks, without a word in the prompt."),
+    "calibrate": ("calibrating", "Which composers answer as well as the text, and how much sooner."),
     "packet": ("packet", "Soft tokens around packs: train them, and see what they are worth."),
 }
 """Each command: its module, which is imported on call, as some take seconds; and its help."""

@@ -53,9 +53,9 @@ class _AskOptions(SearchOptions, ModelOptions, ReadOptions):
         str,
         typer.Option(
             metavar="NAME",
-            help="How several packs are answered: exact; select, from those that the question looks at; or "
-            "approximately: splice, blend:r=0.15,rule=first (or deviation, attention), packet. naive is wrong, for "
-            "measuring.",
+            help="How several packs are answered: exact; select, from those that the question looks at; auto, as "
+            "`kp calibrate` found; or approximately: splice, packet, blend:r=0.15,rule=first (or deviation, "
+            "attention). naive is wrong, for measuring.",
         ),
     ] = "exact"
     order: Annotated[

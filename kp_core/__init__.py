@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     # The same names as in `_PLACES`, for type checkers and editors.
     from kp_core.bundled import bundled_embedder
     from kp_core.compose import (
+        AutoComposer,
         BlendComposer,
         Composer,
         ExactComposer,
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
         SpliceComposer,
     )
     from kp_core.engines.base import Engine, TokenStream
-    from kp_core.engines.comparing import Calibration, Comparison, calibrate_composer, compare_composers
+    from kp_core.engines.calibration import Calibration, CalibrationQuestion, calibrate_composers
+    from kp_core.engines.comparing import Comparison, compare_composers
     from kp_core.engines.local.tree import PrefixTree
     from kp_core.engines.reading import AsyncStream, Generation, Stream, Usage
     from kp_core.engines.request import Request
@@ -47,8 +49,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncStream",
+    "AutoComposer",
     "BlendComposer",
     "Calibration",
+    "CalibrationQuestion",
     "ChatTemplate",
     "ChromaFactStore",
     "Comparison",
@@ -94,7 +98,7 @@ __all__ = [
     "Usage",
     "bundled_embedder",
     "bundled_model",
-    "calibrate_composer",
+    "calibrate_composers",
     "compare_composers",
     "find_handles",
     "load_engine",
@@ -111,9 +115,11 @@ def bundled_model() -> Path:
 
 _PLACES = {
     "bundled": "bundled_embedder",
-    "compose": "BlendComposer Composer ExactComposer NaiveComposer PacketComposer SelectComposer SpliceComposer",
+    "compose": "AutoComposer BlendComposer Composer ExactComposer NaiveComposer PacketComposer SelectComposer "
+    "SpliceComposer",
     "engines.base": "Engine TokenStream",
-    "engines.comparing": "Calibration Comparison calibrate_composer compare_composers",
+    "engines.calibration": "Calibration CalibrationQuestion calibrate_composers",
+    "engines.comparing": "Comparison compare_composers",
     "engines.local.tree": "PrefixTree",
     "engines.reading": "AsyncStream Generation Stream Usage",
     "engines.request": "Request",

@@ -8,7 +8,7 @@ from contextlib import suppress
 __all__ = ["log_event"]
 
 
-def log_event(logger: logging.Logger, name: str, **counts: float) -> None:
+def log_event(logger: logging.Logger, name: str, **counts: float | str) -> None:
     """Log an event, e.g. `packs found: units=4, packs=3`. The record has the fields `kp_event` and `kp`, the counts.
 
     An error of a log handler is not passed on, so that the work goes on.

@@ -137,6 +137,8 @@ class Plan:
     """The token range whose KV `Engine.kv` returns. Regions provide it as far as they go; the rest is computed behind
     them."""
     reuse: bool = True
+    choice: str = field(default="", compare=False)
+    """The composer that `composer="auto"` took, and why."""
 
     def until(self, stop: int) -> Plan:
         """Return the plan that only prefills the first `stop` tokens of the prompt."""

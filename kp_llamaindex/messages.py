@@ -116,9 +116,9 @@ class Answer:
             ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=dict(call.arguments))
             for call in generation.tool_calls
         ]
-        usage = generation.usage.to_dict()
+        cost = generation.usage
+        usage = cost.to_dict() | {"total_tokens": cost.prompt_tokens + cost.completion_tokens}
         timings = {"ttft_s": usage.pop("ttft_s"), "total_s": time.perf_counter() - self._began}
-        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
         raw = {"usage": usage, "timings": timings, "finish_reason": generation.finish_reason}
         return ChatResponse(message=_message(generation.text, generation.reasoning, calls), raw=raw, delta=delta)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kp_core.compose.auto import AutoComposer
 from kp_core.compose.base import Composer, Forward, Region, join
 from kp_core.compose.blend import BlendComposer
 from kp_core.compose.exact import ExactComposer
@@ -15,6 +16,7 @@ from kp_core.compose.splice import SpliceComposer
 from kp_core.errors import OptionError
 
 __all__ = [
+    "AutoComposer",
     "BlendComposer",
     "Composer",
     "ExactComposer",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 _NAMED: Mapping[str, Callable[..., Composer]] = {
+    "auto": AutoComposer,
     "blend": BlendComposer,
     "exact": ExactComposer,
     "naive": NaiveComposer,

@@ -48,6 +48,8 @@ class Explanation:
     """Bytes of these states, in addition to the KV."""
     is_bitwise: bool = True
     """Whether reused KV has the same bits as computed KV."""
+    choice: str = ""
+    """The composer that `composer="auto"` took, and why."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -65,6 +67,7 @@ class Explanation:
             "states": self.states,
             "state_bytes": self.state_bytes,
             "is_bitwise": self.is_bitwise,
+            "choice": self.choice,
         }
         return {"regions": rows, "tokens": dict(self.counts), **summary}
 
@@ -82,7 +85,9 @@ class Explanation:
         total = ", ".join(f"{tokens} {source}" for source, tokens in self.counts.items())
         states = f"; {self.states} states of recurrent layers take {self.state_bytes:,} bytes" if self.states else ""
         rounding = "" if self.is_bitwise else "; what is reused may round differently from what would be computed"
-        return "\n".join([*lines, f"{total}; the answer may take {self.token_budget} tokens{states}{rounding}"])
+        chosen = [f"composer: {self.choice}"] if self.choice else []
+        last = f"{total}; the answer may take {self.token_budget} tokens{states}{rounding}"
+        return "\n".join([*lines, *chosen, last])
 
 
 def explain(
@@ -104,7 +109,7 @@ def explain(
                 description = _what(plan, start, stop)
                 rows.append(Row(start, stop, description, source, method, None if math.isnan(cost) else cost))
     states = len(plan.ends) if state_bytes else 0
-    return Explanation(tuple(rows), plan.token_budget, states, states * state_bytes, is_bitwise)
+    return Explanation(tuple(rows), plan.token_budget, states, states * state_bytes, is_bitwise, plan.choice)
 
 
 def _parts(plan: Plan, region: Region, known: int) -> Iterator[tuple[int, int, str]]:

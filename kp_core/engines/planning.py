@@ -12,7 +12,8 @@ from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from typing import TypeAlias
 
-from kp_core.compose import Composer, ExactComposer, NaiveComposer, PacketComposer, SelectComposer, laid_out
+from kp_core.compose import Composer, ExactComposer, NaiveComposer, PacketComposer, laid_out
+from kp_core.engines.calibration import Calibrations
 from kp_core.engines.ordering import Ordering
 from kp_core.engines.request import CompiledFor, Request
 from kp_core.engines.selecting import Selector
@@ -44,16 +45,18 @@ Learned: TypeAlias = Sequence[tuple[KnowledgePack, Plan]]
 class Planner:
     """Makes plans for one model."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         template: ChatTemplate,
         identity: ModelFingerprint,
         max_positions: int,
         found: Callable[[Plan], int],
         selector: Selector,
+        calibrations: Calibrations,
     ) -> None:
         """`found` returns how many tokens of a prompt, from the first on, are in memory."""
         self._found, self._ordering, self._selector = found, Ordering(), selector
+        self._calibrations = calibrations
         self._template, self._identity, self._max_positions = template, identity, max_positions
         self._met, self._lock = dict[Hashable, None](), threading.Lock()
 
@@ -86,10 +89,11 @@ class Planner:
             placement=request.placement,
             compact=request.compact,
         )
-        handles, unread = unresolved(turns), 0
+        handles = unresolved(turns)
         _report(handles, view, request)
-        if isinstance(request.composer, SelectComposer):
-            turns, unread = self._selector.selected(turns, request.composer, view)
+        choice = self._calibrations.choice(turns, request.composer, view)
+        request = replace(request, composer=choice.composer)
+        turns, unread = self._selector.selected(turns, request.composer, view)
         prompt = self._ordering.prompt(
             turns,
             partial(self._template.render_turns, shape=request.shape, thinking=request.thinking),
@@ -112,7 +116,8 @@ class Planner:
             elif wrapped:
                 is_wrapped = True
                 plan, _ = self._sourced(laid_out(prompt, wrapped, self._template.ends(prompt), composer), request, view)
-        plan = replace(plan, sampling=request.sampling, token_budget=self._budget(plan.prompt, request, tokens))
+        budget = self._budget(plan.prompt, request, tokens)
+        plan = replace(plan, sampling=request.sampling, token_budget=budget, choice=choice.sentence)
         if steered:
             below, _ = self._sourced(prompt.until(steered[0].stop), request, view)
             plan = replace(plan, regions=plan_regions(plan.prompt, steered=steered), below=below)

@@ -85,8 +85,10 @@ class Usage:
     """Handles that brought no pack and were sent as text; see the option `unresolved`."""
     state_bytes: int = 0
     """Bytes of the kept states of recurrent layers for the prompt, beside its KV; 0 for models without them."""
+    choice: str = ""
+    """The composer that `composer="auto"` took, and why; empty for other composers."""
 
-    def to_dict(self) -> dict[str, int | float]:
+    def to_dict(self) -> dict[str, int | float | str]:
         """The fields by name."""
         return asdict(self)
 
@@ -276,6 +278,7 @@ def usage_of(plan: Plan, stream: TokenStream, completion: int, ttft: float) -> U
         unresolved_handles=prompt.unresolved,
         errata_tokens=sum(span.errata_tokens for span in prompt.spans if not span.recognised),
         state_bytes=stream.state_bytes,
+        choice=plan.choice,
     )
 
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kp_core.compose import SelectComposer, SpliceComposer
+from kp_core.compose import Composer, SelectComposer, SpliceComposer
 from kp_core.engines.comparing import blob_key
 from kp_core.engines.ordering import Group, Handles, arranged
 from kp_core.errors import PackError
@@ -73,13 +73,15 @@ class Selector:
         self._lock = threading.Lock()
 
     def selected(
-        self, turns: Sequence[Turn], composer: SelectComposer, view: PackView | None
+        self, turns: Sequence[Turn], composer: Composer, view: PackView | None
     ) -> tuple[tuple[Turn, ...], int]:
-        """The turns with the selected packs, and how many packs were left out.
+        """The turns with the packs that a `SelectComposer` selects, and how many packs were left out.
 
         Packs that have no KV yet, that are steered, corrected or of another model cannot be compared, so they and their
         neighbours are all sent.
         """
+        if not isinstance(composer, SelectComposer):
+            return tuple(turns), 0
         orders, unread = dict[int, Handles](), 0
         for number, group in enumerate(arranged(turns, {})[1]):
             placed = arranged(turns, orders)[1][number]  # Its place depends on what was chosen before it.
@@ -112,7 +114,12 @@ class Selector:
         """How much the retrieval heads attend to each pack, `(packs,)`."""
         layers, heads = self._heads(view)
         weights = self._by_head(packs, query, view, max(layers) + 1)
-        return None if weights is None else weights[layers, heads].sum(dim=0)
+        try:
+            return None if weights is None else weights[layers, heads].sum(dim=0)
+        except IndexError:  # What was stored is not of this model.
+            layers, heads = self._heads(view, anew=True)
+            weights = self._by_head(packs, query, view, max(layers) + 1)
+            return None if weights is None else weights[layers, heads].sum(dim=0)
 
     def _by_head(
         self, packs: Sequence[PackRef], query: str, view: PackView | None, layers: int | None = None
@@ -143,8 +150,8 @@ class Selector:
         region = Region(start, stop, "composed", prompt.spans, SpliceComposer(), ids)
         return self._attention(Plan(prompt, (Region(0, start, "computed"), region), packs=view), layers)
 
-    def _heads(self, view: PackView | None) -> tuple[list[int], list[int]]:
-        """Layers and heads of the retrieval heads.
+    def _heads(self, view: PackView | None, *, anew: bool = False) -> tuple[list[int], list[int]]:
+        """Layers and heads of the retrieval heads; `anew`, whatever is stored.
 
         They are measured once for each model, and stored beside the packs, so that a new process need not measure them.
         """
@@ -153,8 +160,9 @@ class Selector:
         if self._found is None and blobs is not None:
             with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
                 stored = json.loads(bytes(blobs.read(key)))
-                self._found = [int(at) for at in stored["layers"]], [int(at) for at in stored["heads"]]
-        if self._found is None:
+                pairs = list(zip(map(int, stored["layers"]), map(int, stored["heads"]), strict=True))
+                self._found = ([layer for layer, _ in pairs], [head for _, head in pairs]) if pairs else None
+        if self._found is None or anew:
             self._found = self._measured_heads()
             if blobs is not None:
                 with suppress(OSError, PackError):  # A store that is only read has it measured again.

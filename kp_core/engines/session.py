@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 from kp_core.engines.base import AttendingEngine, CachingEngine, Engine, TokenStream, refusal
-from kp_core.engines.comparing import warn_of_approximation
+from kp_core.engines.calibration import Calibrations, warn_of_approximation
 from kp_core.engines.contrast import make_steering
 from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
@@ -111,7 +111,12 @@ class Session:
         identity = self.engine.identity
         build = partial(self.build_packs, progress=False)
         selector = Selector(self.template, identity, self.max_positions, self._attention, build)
-        return Planner(self.template, identity, self.max_positions, self._found, selector)
+        return Planner(self.template, identity, self.max_positions, self._found, selector, self.calibrations)
+
+    @cached_property
+    def calibrations(self) -> Calibrations:
+        """What is known of composers with this model; `composer="auto"` chooses by it."""
+        return Calibrations(self.fingerprint.identity, self.engine.supports)
 
     def _attention(self, plan: Plan, layers: int | None) -> Tensor | None:
         self._need("attention", "composer='select'")
@@ -370,8 +375,10 @@ class Session:
         self._need("compose", f"composer={request.composer.key!r}", needed="composed" in sources)
         self._need("grammar", "tools and response schemas", needed=grammar is not None)
         if learn:
-            if "composed" in sources or plan.prompt.unread:
-                warn_of_approximation(plan, request, self.fingerprint.identity, self._warned)
+            if ("composed" in sources or plan.prompt.unread) and not plan.choice:
+                place = str(None if request.view is None else request.view.source.blobs)
+                known = self.calibrations.of(request.view)
+                warn_of_approximation(plan, request.composer, known, self._warned, place)
             self._compile(learned, request)
             if upgrade is not None:
                 with suppress(BusyError):  # The next such request tries again.

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from kp_core import PackStore, SpliceComposer, calibrate_composer, compare_composers
+from kp_core import PackStore, compare_composers
 from kp_core.errors import OptionError
 from kp_core.packs.pack import common_length
 from tests.conftest import tiny_engine
@@ -42,26 +42,6 @@ def test_comparing(isles):
         "select:packs=2",
         *(f"blend:r=0.15,rule={rule}" for rule in ("first", "deviation", "attention")),
     }
-
-
-def test_calibration_is_kept_beside_the_packs_and_told(isles, caplog):
-    engine, request, ask = isles
-    caplog.set_level(logging.WARNING)
-    engine.prefill(ask("What?"), **request, composer="splice")
-    engine.prefill(ask("What now?"), **request, composer="splice")
-    assert caplog.text.count("nothing says how good they are") == 1
-    found = calibrate_composer(engine, [ask("Which?"), ask("Who?")], SpliceComposer(), max_tokens=8, **request)
-    assert found.questions == 2
-    assert found.is_safe == (found.same >= 0.95)
-    caplog.clear()
-    engine._warned.clear()
-    engine.prefill(ask("Where?"), **request, composer="splice")
-    assert (f"{found.same:.0%} of 2 answers" in caplog.text) == (not found.is_safe)
-    # Another share is another composer.
-    engine.prefill(ask("Where?"), **request, composer="blend")
-    assert "nothing says how good" in caplog.text
-    with pytest.raises(OptionError, match="none with a pack that 'splice' would compose"):
-        calibrate_composer(engine, ["Which?"], "splice", **request)
 
 
 def test_exact_composition_warns_of_nothing(isles, caplog):

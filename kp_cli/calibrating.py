@@ -1,0 +1,75 @@
+"""`kp calibrate`: measure which composers answer as well as the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kp_cli.shared import JsonFlag, ModelOptions, Place, ReadOptions, existing, spread, tell
+from kp_core.engines.calibration import COMPOSERS, CalibrationQuestion, calibrate_composers
+from kp_core.errors import OptionError, SourceError
+from kp_core.facts.sources.texts import read_json_lines
+from kp_core.facts.store import FactStore
+from kp_core.packs.store import PackStore
+
+__all__ = ["calibrate"]
+
+_ROW = "expected an object with the string 'question', and where there are 'answer', 'kind' and the strings 'passages'"
+
+
+@spread
+def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
+    place: Place,
+    questions: Annotated[
+        Path,
+        typer.Argument(
+            metavar="JSONL", help="Questions, an object a line: question, and where there are answer, passages, kind."
+        ),
+    ],
+    *,
+    k: Annotated[int, typer.Option("-k", min=2, help="How many facts, for a question without passages.")] = 5,
+    composers: Annotated[str, typer.Option(help="What to measure, with spaces between.")] = " ".join(COMPOSERS),
+    minutes: Annotated[float, typer.Option(min=0.1, help="Most minutes.")] = 10,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write it to a file, too.")] = None,
+    read: ReadOptions,
+    model: ModelOptions,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure which composers answer as well as the text, and how much sooner; `--composer auto` chooses by it.
+
+    Each question is answered from the text of its passages and by each composer. Without `passages`, the facts that
+    the collection finds are taken; without `answer`, the model's own answer from the text is right. Questions of one
+    `kind` are judged by themselves: a composer must do for all.
+    """
+    with read.reading(place) as facts:
+        asked = _questions(existing(questions), facts, k)
+        store, session = PackStore(read.folder(place, facts)), model.load()
+    calibration = calibrate_composers(
+        session, asked, composers.split(), view=store.view("default"), minutes=minutes, progress=not as_json
+    )
+    if out is not None:
+        out.write_text(calibration.to_json(), encoding="utf-8")
+    chosen = {
+        packs: session.calibrations.chosen(calibration, packs, tokens).sentence
+        for packs, tokens in sorted({(row.packs, row.tokens) for row in calibration.rows})
+    }
+    lines = [calibration.table(), *(f"auto, up to {packs} packs: {sentence}." for packs, sentence in chosen.items())]
+    tell({**calibration.to_dict(), "auto": chosen}, "\n".join(lines), as_json=as_json)
+
+
+def _questions(path: Path, facts: FactStore, k: int) -> list[CalibrationQuestion]:
+    found = []
+    for place, row in read_json_lines(path, 0):
+        if isinstance(row, SourceError):
+            raise OptionError(f"{row}; {_ROW}") from row
+        values: dict[str, Any] = {"answer": "", "kind": "", **row}
+        passages = values.get("passages")
+        if passages is None and isinstance(values.get("question"), str):
+            passages = [hit.fact.text for hit in facts.search(values["question"], k)]
+        texts = [values.get("question"), values["answer"], values["kind"], *(passages or ())]
+        if not all(isinstance(text, str) for text in texts) or isinstance(passages, str) or not values["question"]:
+            raise OptionError(f"{path}, {place}: got {str(row)[:60]}; {_ROW}.")
+        found.append(CalibrationQuestion(values["question"], tuple(passages or ()), values["answer"], values["kind"]))
+    return found

@@ -1,0 +1,399 @@
+"""Measures composers by right answers, keeps the result beside the packs, and chooses a request's composer by it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+import re
+import statistics
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kp_core.compose import AutoComposer, Composer, ExactComposer, PacketComposer, SelectComposer, composer_of
+from kp_core.engines.comparing import blob_key
+from kp_core.engines.ordering import arranged
+from kp_core.errors import OptionError
+from kp_core.packs.store import PackStore
+from kp_core.packs.view import PackView
+from kp_core.plan import Plan
+from kp_core.progress import bar_of
+from kp_core.prompt.conversation import Turn
+
+if TYPE_CHECKING:
+    from kp_core.engines.session import Session
+
+__all__ = [
+    "Calibration",
+    "CalibrationQuestion",
+    "CalibrationRow",
+    "Calibrations",
+    "Choice",
+    "calibrate_composers",
+    "warn_of_approximation",
+]
+
+logger = logging.getLogger(__name__)
+
+COMPOSERS = ("select:packs=1", "select", "splice")
+"""What is measured by default."""
+FEWEST = 20
+"""Questions without which nothing is said of a composer."""
+SHIPPED = Path(__file__).parents[1] / "calibrations"
+"""Calibrations that come with the package, a JSON file for each model."""
+
+_INSTRUCTION = "Answer the question with a few words, using the facts."
+_WORDS = re.compile(r"\w+")
+_ARTICLES = {"a", "an", "the"}
+
+
+@dataclass(frozen=True)
+class CalibrationQuestion:
+    """A question over several passages, of which each becomes a pack.
+
+    `answer` is right where its words stand in what was said; without one, the model's own answer from text is right.
+    Questions of one `kind` are judged by themselves: *one fact*, *two facts*.
+    """
+
+    question: str
+    passages: tuple[str, ...]
+    answer: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class CalibrationRow:
+    """How `composer` answered `questions` of one kind, with `packs` packs each, of at most `tokens` tokens."""
+
+    composer: str
+    kind: str
+    packs: int
+    tokens: int
+    questions: int
+    text_right: int
+    """Questions that the model answers right from the plain text of all packs."""
+    lost: int
+    """Questions that only the text answers right."""
+    won: int
+    """Questions that only the composer answers right."""
+    ratio: float
+    """Median of the time to first token, divided by the text's, with nothing of the prompt in memory."""
+
+    @property
+    def right(self) -> int:
+        """Questions that it answers right."""
+        return self.text_right - self.lost + self.won
+
+    @property
+    def kept(self) -> float:
+        """Right answers as a share of the text's; NaN where the text has none right."""
+        return self.right / self.text_right if self.text_right else math.nan
+
+    @property
+    def low(self) -> float:
+        """Lower end of the 95 % interval of `kept`, from the paired difference (Agresti and Min, 2005)."""
+        won, lost, n = self.won + 0.5, self.lost + 0.5, self.questions + 2
+        error = 1.96 * math.sqrt(won + lost - (won - lost) ** 2 / n) / n
+        return 1 + ((won - lost) / n - error) * self.questions / self.text_right if self.text_right else math.nan
+
+    def covers(self, packs: int, tokens: int) -> bool:
+        """Whether it speaks for so many packs, the longest of so many tokens."""
+        return packs <= self.packs and tokens <= self.tokens
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The composer that `composer="auto"` takes for a request, and why."""
+
+    composer: Composer
+    reason: str
+
+    @property
+    def sentence(self) -> str:
+        """What was taken and why; empty where nothing was to be chosen."""
+        return f"{self.composer.key}, because {self.reason}" if self.reason else ""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured of composers with one model."""
+
+    model: str
+    """Identity of the model."""
+    rows: tuple[CalibrationRow, ...]
+
+    def rows_of(self, composer: str, packs: int, tokens: int) -> list[CalibrationRow]:
+        """For each kind of question, the nearest row of `composer` that covers such packs; empty if a kind has none."""
+        found = []
+        for kind in dict.fromkeys(row.kind for row in self.rows):
+            covering = [
+                row for row in self.rows if (row.composer, row.kind) == (composer, kind) and row.covers(packs, tokens)
+            ]
+            if not covering:
+                return []
+            found.append(min(covering, key=lambda row: (row.packs, row.tokens)))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Model and rows as plain values."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """The text that `of_json` reads."""
+        rows = ",\n".join(f"  {json.dumps(asdict(row))}" for row in self.rows)
+        return f'{{"model": {json.dumps(self.model)}, "rows": [\n{rows}\n]}}\n'
+
+    @classmethod
+    def of_json(cls, text: str) -> Calibration:
+        """The calibration in `text`; raises `ValueError` or `TypeError` for anything else."""
+        stored = json.loads(text)
+        if not isinstance(stored, dict) or not isinstance(stored.get("model"), str):
+            raise ValueError("no calibration")  # noqa: TRY004 - as for JSON that cannot be read
+        rows = []
+        for made in stored.get("rows") or ():
+            row = CalibrationRow(**made)
+            numbers = (row.packs, row.tokens, row.questions, row.text_right, row.lost, row.won, row.ratio)
+            if not all(math.isfinite(number) and number >= 0 for number in numbers) or not row.questions:
+                raise ValueError(f"a row with the numbers {numbers}")
+            composer_of(row.composer)
+            rows.append(row)
+        return cls(stored["model"], tuple(rows))
+
+    def table(self) -> str:
+        """The rows, one a line."""
+        lines = ["kind        packs tokens composer          right  text  kept   low  time/text"]
+        lines += [
+            f"{row.kind[:11]:11} {row.packs:5} {row.tokens:6} {row.composer[:17]:17} {row.right:5} "
+            f"{row.text_right:5} {row.kept:5.2f} {row.low:5.2f} {row.ratio:6.2f}"
+            for row in self.rows
+        ]
+        return "\n".join(lines)
+
+
+class Calibrations:
+    """The calibrations of one model: of a store, else the one that comes with the package. Each is read once.
+
+    `supports` are the capabilities of the engine that runs it.
+    """
+
+    def __init__(self, model: str, supports: Iterable[str]) -> None:
+        self._model, self._key, self._supports = model, blob_key("calibration", model), frozenset(supports)
+        self._known: dict[str, Calibration | None] = {}
+        self._lock = threading.Lock()
+
+    def of(self, view: PackView | None) -> Calibration | None:
+        """The calibration for requests with `view`, or `None`."""
+        blobs = None if view is None else view.source.blobs
+        with self._lock:
+            if str(blobs) not in self._known:
+                stored = None
+                if blobs is not None:
+                    with suppress(FileNotFoundError):
+                        stored = self._read(bytes(blobs.read(self._key)), f"{self._key} of {blobs}")
+                self._known[str(blobs)] = stored or self._shipped()
+            return self._known[str(blobs)]
+
+    def keep(self, calibration: Calibration, view: PackView | None) -> None:
+        """Use `calibration` for requests with `view` from now on, and store it beside the packs."""
+        blobs = None if view is None else view.source.blobs
+        if blobs is not None:
+            blobs.write(self._key, [calibration.to_json().encode()])
+        with self._lock:
+            self._known[str(blobs)] = calibration
+
+    def choice(self, turns: Sequence[Turn], composer: Composer, view: PackView | None) -> Choice:
+        """What a request with `composer` takes: `composer` itself, or what `auto` stands for.
+
+        The largest group of packs side by side in a message decides, and the longest pack.
+        """
+        if not isinstance(composer, AutoComposer):
+            return Choice(composer, "")
+        groups = [[len(pack.pack.token_ids) for pack in group.packs] for group in arranged(turns, {})[1]]
+        packs = max(map(len, groups), default=0)
+        if packs < 2:
+            return Choice(ExactComposer(), "no packs stand side by side")
+        if (calibration := self.of(view)) is None:
+            return Choice(ExactComposer(), "nothing was measured with this model: see `kp calibrate`")
+        return self.chosen(calibration, packs, max(map(max, groups)), composer)
+
+    def chosen(self, calibration: Calibration, packs: int, tokens: int, auto: AutoComposer | None = None) -> Choice:
+        """The fastest composer that this engine runs and that keeps enough of the text's right answers of every kind.
+
+        Exact composition if there is none. `packs` stand side by side, the longest of `tokens` tokens.
+        """
+        wanted = auto or AutoComposer()
+        best: tuple[float, str, CalibrationRow] | None = None
+        for name in dict.fromkeys(row.composer for row in calibration.rows):
+            needed = "attention" if isinstance(composer_of(name), SelectComposer) else "compose"
+            rows = calibration.rows_of(name, packs, tokens) if needed in self._supports else []
+            if rows and all(row.kept >= wanted.kept and row.low >= wanted.low for row in rows):
+                ratio, worst = statistics.mean(row.ratio for row in rows), min(rows, key=lambda row: row.low)
+                if ratio < 1 and (best is None or ratio < best[0]):
+                    best = ratio, name, worst
+        if best is None:
+            return Choice(
+                ExactComposer(), f"no other keeps {wanted.kept:.0%} of the right answers over {packs} such packs"
+            )
+        ratio, name, worst = best
+        return Choice(
+            composer_of(name),
+            f"it has {worst.kept:.0%} of the text's right answers (at least {worst.low:.0%}; {worst.questions} "
+            f"questions over {worst.packs} packs) at {ratio:.2f} of its time to first token",
+        )
+
+    def _shipped(self) -> Calibration | None:
+        found = (self._read(path.read_bytes(), str(path)) for path in sorted(SHIPPED.glob("*.json")))
+        return next(filter(None, found), None)
+
+    def _read(self, stored: bytes, name: str) -> Calibration | None:
+        """The calibration in `stored` if it is one of this model; says so where it cannot be read."""
+        try:
+            calibration = Calibration.of_json(stored.decode())
+        except (ValueError, TypeError, OptionError) as error:
+            logger.warning("The calibration %s cannot be read (%s); `kp calibrate` makes a new one.", name, error)
+            return None
+        return calibration if calibration.model == self._model else None
+
+
+def calibrate_composers(  # noqa: PLR0913
+    session: Session,
+    questions: Iterable[CalibrationQuestion],
+    composers: Sequence[str] = COMPOSERS,
+    *,
+    view: PackView | None = None,
+    minutes: float = 10,
+    max_tokens: int = 20,
+    progress: bool = True,
+) -> Calibration:
+    """Measure `composers` by the right answers to your questions, against the plain text of the same passages.
+
+    Each question is answered from the text and by each composer, greedily, with nothing in memory. Questions are taken
+    in a mixed order until `minutes` are over. With `view=store.view(...)`, the result is stored beside the packs, and
+    `composer="auto"` chooses by it from then on. The engine's memory is emptied; packs of the questions are not stored.
+    Raises `OptionError` for fewer than 20 questions with at least two passages, or fewer answered in the time.
+    """
+    wanted = [question for question in questions if len(question.passages) > 1]
+    if len(wanted) < FEWEST:
+        raise OptionError(f"Got {len(wanted)} questions with at least two passages; expected {FEWEST} or more.")
+    random.Random(0).shuffle(wanted)  # noqa: S311 - so that a time limit cuts no kind off
+    resolved = {_named(name): composer_of(name) for name in composers if name != "exact"}
+    records: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    done = 0
+    with tempfile.TemporaryDirectory() as folder, bar_of("Questions", len(wanted), "question", shown=progress) as bar:
+        store = PackStore(folder)
+        _measured(session, store, wanted[0], resolved, max_tokens)  # What happens once belongs to no composer.
+        began = time.monotonic()
+        for question in wanted:
+            if time.monotonic() - began > minutes * 60:
+                break
+            record = _measured(session, store, question, resolved, max_tokens)
+            records[question.kind, len(question.passages)].append(record)
+            done += 1
+            bar.update()
+        session.when_idle(lambda: None).result()
+    session.clear_cache()
+    if done < FEWEST:
+        raise OptionError(
+            f"{done} questions were answered in {minutes:g} minutes; expected {FEWEST} or more. Give more minutes, or "
+            "shorter passages."
+        )
+    calibration = Calibration(session.fingerprint.identity, tuple(_rows(records, resolved)))
+    session.calibrations.keep(calibration, view)
+    return calibration
+
+
+def _named(name: str) -> str:
+    """The name with all parameters; a packet's names its file."""
+    composer = composer_of(name)
+    return name if isinstance(composer, PacketComposer) else composer.key
+
+
+def _measured(
+    session: Session,
+    store: PackStore,
+    question: CalibrationQuestion,
+    composers: Mapping[str, Composer],
+    max_tokens: int,
+) -> dict[str, Any]:
+    """Whether the text and each composer answer `question` right, and the seconds to their first tokens."""
+    packs = list(session.build_packs(question.passages, progress=False))
+    handles = [str(store.put(pack)) for pack in packs]
+
+    def ask(parts: Sequence[str], **options: Any) -> tuple[str, float]:  # noqa: ANN401
+        session.clear_cache()
+        prompt = "\n\n".join((*parts, f"{_INSTRUCTION}\nQuestion: {question.question}"))
+        answer = session.generate(prompt, max_tokens=max_tokens, **options)
+        return answer.text, answer.usage.ttft_s
+
+    text, text_s = ask(question.passages, recognise=False)
+    expected = question.answer or text
+    record: dict[str, Any] = {
+        "tokens": max(len(pack.token_ids) for pack in packs),
+        "text": contains(text, expected),
+        "composers": {},
+    }
+    for name, composer in composers.items():
+        # Wrapped packs are compiled once and kept, as packs are.
+        keep = {} if isinstance(composer, PacketComposer) else {"keep": "never"}
+        said, seconds = ask(handles, composer=composer, view=store.view("default"), **keep)
+        record["composers"][name] = contains(said, expected), seconds / text_s
+    return record
+
+
+def _rows(
+    records: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], composers: Iterable[str]
+) -> Iterable[CalibrationRow]:
+    names = list(composers)
+    for (kind, packs), cell in sorted(records.items()):
+        for name in names:
+            pairs = [(record["text"], record["composers"][name][0]) for record in cell]
+            yield CalibrationRow(
+                *(name, kind, packs, max(record["tokens"] for record in cell), len(cell)),
+                text_right=sum(text for text, _ in pairs),
+                lost=sum(text and not mine for text, mine in pairs),
+                won=sum(mine and not text for text, mine in pairs),
+                ratio=round(statistics.median(record["composers"][name][1] for record in cell), 4),
+            )
+
+
+def contains(said: str, expected: str) -> bool:
+    """Whether the words of `expected` stand in what was said, one behind the other; case and articles do not count."""
+    mine, theirs = (" ".join(word for word in _WORDS.findall(text.lower()) if word not in _ARTICLES)
+                    for text in (said, expected))  # fmt: skip
+    return f" {theirs} " in f" {mine} "
+
+
+def warn_of_approximation(
+    plan: Plan, composer: Composer, calibration: Calibration | None, warned: set[tuple[str, str]], place: str
+) -> None:
+    """Log a warning for each approximate composer in `plan` of which nothing shows that it answers as well as text.
+
+    `warned` collects the stores (`place`) and composers, so that the warning comes once for each.
+    """
+    keys = {composer.key} if plan.prompt.unread else set()
+    keys |= {region.composer.key for region in plan.regions if region.composer and not region.composer.exact}
+    for key in keys - {"accept"}:  # `mismatch="accept"` asks for other numerics, so it needs no warning.
+        if (place, key) in warned:
+            continue
+        warned.add((place, key))
+        rows = [row for row in calibration.rows if composer_of(row.composer).key == key] if calibration else []
+        if not rows:
+            logger.warning(
+                "Answers with composer %r are approximate, and nothing says how good they are on your data: measure "
+                "with `kp calibrate` or `kp_core.calibrate_composers(engine, questions, [%r], view=...)`.",
+                *(key, key),
+            )
+        elif (worst := min(rows, key=lambda row: row.kept)).kept < AutoComposer().kept:
+            logger.warning(
+                "Answers with composer %r are approximate: %d of %d questions over %d packs were answered right, %d "
+                "from their text.",
+                *(key, worst.right, worst.questions, worst.packs, worst.text_right),
+            )
