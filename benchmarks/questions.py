@@ -10,21 +10,27 @@ sentences that answer nothing, before and behind.
 - hops: two facts of an invented world: where a person lives, and an attribute of that town.
 - hotpot: HotpotQA, two paragraphs; and where these are used up, *hops*.
 - a file of one's own (`of_file`): a JSON object a line with `question`, `answer` and `passages`.
+
+Run as a program, it writes questions to such a file, as `kp calibrate` takes them; `kind` is the set.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count as counted
+from itertools import islice, product
 from pathlib import Path
+
+from transformers import AutoTokenizer
 
 from benchmarks import common
 
-__all__ = ["SETS", "Question", "of_file", "questions"]
+__all__ = ["SETS", "Question", "main", "of_file", "questions"]
 
 SETS = ("needle", "world", "single", "hops", "hotpot")
 
@@ -201,3 +207,31 @@ def _sized(text: str, tokens: int, draw: random.Random, encode: Callable[[str], 
             return text
         text = longer
     raise AssertionError("there is always another sentence")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write questions of several sets and sizes to a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="FILE")
+    parser.add_argument("--model", help="Hugging Face id or folder; default: the bundled SmolLM2-135M-Instruct")
+    parser.add_argument("--sets", nargs="+", default=("needle", "world", "single", "hops"), choices=SETS)
+    parser.add_argument("--packs", type=int, nargs="+", default=[5, 10])
+    parser.add_argument("--tokens", type=int, default=130, help="of a pack, about")
+    parser.add_argument("--limit", type=int, default=50, metavar="N", help="questions of each set and number of packs")
+    parser.add_argument("--seed", type=int, default=100)
+    arguments = parser.parse_args(argv)
+    tokenizer = AutoTokenizer.from_pretrained(common.model_path(arguments))
+
+    def encode(text: str) -> Sequence[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    with arguments.out.open("w", encoding="utf-8") as lines:
+        for kind, packs in product(arguments.sets, arguments.packs):
+            stream = questions(kind, packs, arguments.tokens, encode, arguments.seed)
+            for one in islice(stream, arguments.limit):
+                row = {"question": one.asked, "answer": one.answer, "passages": one.documents, "kind": kind}
+                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
