@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kp_core.compose.exact import ExactComposer
@@ -17,9 +16,10 @@ class SelectComposer(ExactComposer):
 
     Some attention heads of a model look up what a question names (*retrieval heads*, arXiv 2404.15574). One pass of the
     question over the stored KV of all packs shows how much these heads attend to each. Of packs that stand side by
-    side, the `packs` with most attention are sent, the best one last, beside the question. The answer is that of the
-    text of these packs, token for token; nothing of the others is in it, so questions about all packs (how many,
-    summarise) need `exact`.
+    side, the one with most attention is sent; each further one, up to `packs`, is looked for by the question together
+    with the sentence that was found last, which may name what the question does not. The first one stands last, beside
+    the question. The answer is that of the text of these packs, token for token; nothing of the others is in it, so
+    questions about all packs (how many, summarise) need `exact`.
 
     Raises `OptionError` for `packs` below 1.
     """
@@ -37,7 +37,3 @@ class SelectComposer(ExactComposer):
     def key(self) -> str:  # type: ignore[override]
         """Method and number."""
         return f"select:packs={self.packs}"
-
-    def chosen(self, weights: Sequence[float]) -> list[int]:
-        """The places of the packs to send, the best one last, by the weight of each."""
-        return sorted(range(len(weights)), key=lambda at: -weights[at])[: self.packs][::-1]

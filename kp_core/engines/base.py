@@ -137,10 +137,10 @@ class AttendingEngine(Engine, Protocol):
     """An engine with the capability `attention`."""
 
     def attention(self, plan: Plan, layers: int | None = None) -> Tensor | None:
-        """How much the tokens behind the last region of `plan` attend to each pack in it.
+        """How much the tokens behind the last region of `plan` attend to each token in it.
 
         The region is composed: the KV of its packs is moved there, and the tokens between them are masked. The result
-        is the largest weight of a token behind the region on a token of the pack, `(layers, heads, packs)`, of the
+        is the largest weight of a token behind the region on each of its tokens, `(layers, heads, tokens)`, of the
         first `layers` if given. `None` if a pack has no KV.
         """
 

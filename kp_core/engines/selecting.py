@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -34,6 +35,7 @@ Attention: TypeAlias = Callable[[Plan, int | None], Tensor | None]
 _HEADS = 4
 _REMEMBERED = 512
 _QUERY_CHARACTERS = 600  # The end of a longer question says what is asked.
+_ENDS = re.compile(r"(?<=[.!?])\s+|\n+")
 _PROBES = (
     ("The boats lie in the old dock. The {name} is painted {value}, and her sails are new.",
      "Which colour has the {}?",
@@ -54,20 +56,21 @@ _PROBES = (
 class Selector:
     """Chooses which of the packs that stand side by side in a message are sent, for one model.
 
-    `attention` is that of the engine, `build` compiles texts. What was chosen at a place for a question is remembered,
-    so a conversation keeps its earlier choices, and with them its KV.
+    `attention` is that of the engine, `build` compiles texts, `decode` gives the text of token ids. What was chosen at
+    a place for a question is remembered, so a conversation keeps its earlier choices, and with them its KV.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         template: ChatTemplate,
         identity: ModelFingerprint,
         max_positions: int,
         attention: Attention,
         build: Callable[[Sequence[str]], Iterable[KnowledgePack]],
+        decode: Callable[[Sequence[int]], str],
     ) -> None:
         self._template, self._identity, self._max_positions = template, identity, max_positions
-        self._attention, self._build = attention, build
+        self._attention, self._build, self._decode = attention, build, decode
         self._found: tuple[list[int], list[int]] | None = None
         self._chosen: OrderedDict[Hashable, Handles] = OrderedDict()
         self._lock = threading.Lock()
@@ -85,7 +88,7 @@ class Selector:
         orders, unread = dict[int, Handles](), 0
         for number, group in enumerate(arranged(turns, {})[1]):
             placed = arranged(turns, orders)[1][number]  # Its place depends on what was chosen before it.
-            if len(group.handles) > 1:
+            if len(group.handles) > composer.packs:
                 chosen = self._best(placed, query_of(turns, group.turn), composer, view)
                 if len(chosen) < len(group.handles):
                     orders[number] = chosen
@@ -99,32 +102,60 @@ class Selector:
                 self._chosen.move_to_end(key)
                 return known
         packs = tuple({pack.handle: pack for pack in group.packs}.values())
-        weights = self._weights(packs, query, view)
-        if weights is None:
+        found = self._looked_up(packs, query, composer.packs, view)
+        if found is None:
             logger.info("Packs %s cannot be compared; all of them are sent.", ", ".join(group.handles))
             return group.handles
-        chosen = tuple(packs[at].handle for at in composer.chosen(weights.tolist()))
+        chosen = tuple(packs[at].handle for at in reversed(found))
         with self._lock:
             self._chosen[key] = chosen
             if len(self._chosen) > _REMEMBERED:
                 self._chosen.popitem(last=False)
         return chosen
 
-    def _weights(self, packs: Sequence[PackRef], query: str, view: PackView | None) -> Tensor | None:
-        """How much the retrieval heads attend to each pack, `(packs,)`."""
-        layers, heads = self._heads(view)
-        weights = self._by_head(packs, query, view, max(layers) + 1)
-        try:
-            return None if weights is None else weights[layers, heads].sum(dim=0)
-        except IndexError:  # What was stored is not of this model.
-            layers, heads = self._heads(view, anew=True)
+    def _looked_up(self, packs: Sequence[PackRef], query: str, wanted: int, view: PackView | None) -> list[int] | None:
+        """The places of `wanted` packs, the best one first; `None` if packs cannot be compared.
+
+        The sentence that was found last may name what the question does not, so it is looked up, too.
+        """
+        seen = self._weights(packs, query, view)
+        if seen is None:
+            return None
+        asked = [_most(weights) for weights in seen]
+        rest, found = list(range(len(packs))), [max(range(len(packs)), key=asked.__getitem__)]
+        while len(found) < wanted:
+            rest.remove(found[-1])
+            sentence = self._sentence(packs[found[-1]].pack, seen[found[-1]])
+            looks = self._weights([packs[at] for at in rest], sentence, view)
+            if looks is None:
+                return None
+            scores = {at: asked[at] + _most(look) for at, look in zip(rest, looks, strict=True)}
+            found.append(max(rest, key=scores.__getitem__))
+            seen[found[-1]] = seen[found[-1]] + looks[rest.index(found[-1])]
+        return found
+
+    def _sentence(self, pack: KnowledgePack, weights: Tensor) -> str:
+        """The sentence of a pack with most of the attention; `weights` are those of its tokens, `(heads, tokens)`."""
+        at = len(self._decode(pack.token_ids[: int(weights.sum(dim=0).argmax())])) + 1
+        begins = max((end.end() for end in _ENDS.finditer(pack.text, 0, at)), default=0)
+        return _ENDS.split(pack.text[begins:], maxsplit=1)[0][:_QUERY_CHARACTERS]
+
+    def _weights(self, packs: Sequence[PackRef], query: str, view: PackView | None) -> list[Tensor] | None:
+        """How much the retrieval heads attend to the tokens of each pack, `(heads, tokens)` each."""
+        for anew in (False, True):
+            layers, heads = self._heads(view, anew=anew)
             weights = self._by_head(packs, query, view, max(layers) + 1)
-            return None if weights is None else weights[layers, heads].sum(dim=0)
+            with suppress(IndexError):  # What was stored is not of this model.
+                return None if weights is None else [each[layers, heads] for each in weights]
+        raise AssertionError("heads that were just measured are there")
 
     def _by_head(
         self, packs: Sequence[PackRef], query: str, view: PackView | None, layers: int | None = None
-    ) -> Tensor | None:
-        """How much `query` attends to each pack, `(layers, heads, packs)`; `None` if packs cannot be compared."""
+    ) -> list[Tensor] | None:
+        """How much `query` attends to the tokens of each pack, `(layers, heads, tokens)` each.
+
+        `None` if packs cannot be compared.
+        """
         # A pack of memory ends its line itself.
         parts: list[Segment] = [part for pack in packs for part in (pack, "" if pack.memory else GAP)]
         prompt = self._template.render_turns([Turn("user").with_segments([*parts, query])])
@@ -132,7 +163,7 @@ class Selector:
             # More packs than the model has positions: each half is looked at by itself.
             at = len(packs) // 2
             first, second = (self._by_head(half, query, view, layers) for half in (packs[:at], packs[at:]))
-            return None if first is None or second is None else torch.cat([first, second], dim=-1)
+            return None if first is None or second is None else first + second
         for span in prompt.spans:
             pack = span.pack
             if (
@@ -148,7 +179,10 @@ class Selector:
         start, stop = prompt.spans[0].start, prompt.spans[-1].stop
         ids = prompt.token_ids[start:stop]
         region = Region(start, stop, "composed", prompt.spans, SpliceComposer(), ids)
-        return self._attention(Plan(prompt, (Region(0, start, "computed"), region), packs=view), layers)
+        weights = self._attention(Plan(prompt, (Region(0, start, "computed"), region), packs=view), layers)
+        if weights is None:
+            return None
+        return [weights[..., span.start - start : span.stop - start] for span in prompt.spans]
 
     def _heads(self, view: PackView | None, *, anew: bool = False) -> tuple[list[int], list[int]]:
         """Layers and heads of the retrieval heads; `anew`, whatever is stored.
@@ -176,9 +210,10 @@ class Selector:
             texts = [text.format(name=name, value=value) for name, value in zip(names, values, strict=True)]
             packs = [PackRef(str(at), pack) for at, pack in enumerate(self._build(texts))]
             for at, name in list(enumerate(names))[::2]:
-                weights = self._by_head(packs, question.format(name), None)
-                if weights is None:
+                by_token = self._by_head(packs, question.format(name), None)
+                if by_token is None:
                     raise AssertionError("packs that were just built can be compared")
+                weights = torch.stack([each.amax(dim=-1) for each in by_token], dim=-1)
                 shares.append(weights[..., at] / weights.sum(dim=-1))
         mean = torch.stack(shares).mean(dim=0)
         best = mean.flatten().topk(min(_HEADS, mean.numel())).indices
@@ -208,3 +243,8 @@ def _words(turn: Turn) -> str:
     """The text of a turn without its packs, and without the white space around them."""
     texts = (segment.strip() for segment in turn.segments if isinstance(segment, str))
     return "\n".join(filter(None, texts))
+
+
+def _most(weights: Tensor) -> float:
+    """The largest weight of each head, `(heads, tokens)`, summed over heads."""
+    return float(weights.amax(dim=-1).sum())

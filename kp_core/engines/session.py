@@ -110,7 +110,7 @@ class Session:
     def _planner(self) -> Planner:
         identity = self.engine.identity
         build = partial(self.build_packs, progress=False)
-        selector = Selector(self.template, identity, self.max_positions, self._attention, build)
+        selector = Selector(self.template, identity, self.max_positions, self._attention, build, self.tokenizer.decode)
         return Planner(self.template, identity, self.max_positions, self._found, selector, self.calibrations)
 
     @cached_property

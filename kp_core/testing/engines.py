@@ -178,7 +178,7 @@ def check_composer(composer: Composer, engine: Session | None = None) -> None:
 
 def _plan(session: Session, forced: tuple[int, ...] = (), **options: Any) -> Plan:  # noqa: ANN401 - of `Request`
     about = session.template, session.fingerprint, session.max_positions
-    selector = Selector(*about, lambda *_: None, session.build_packs)
+    selector = Selector(*about, lambda *_: None, session.build_packs, session.tokenizer.decode)
     planner = Planner(*about, lambda _: 0, selector, session.calibrations)
     plan, *_ = planner.plan(_ASKED, Request.of(options))
     return replace(plan, forced=forced, token_budget=len(forced)) if forced else plan

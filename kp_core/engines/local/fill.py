@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from kp_core.compose import Composer, PacketComposer
@@ -90,13 +89,9 @@ def attention(engine: LocalEngine, plan: Plan, layers: int | None) -> Tensor | N
         if packs is None:
             return None
         forward = Computing(engine.model, engine.scheduler, run.buffer, plan.prompt)
-        places = [slice(span.start - region.start, span.stop - region.start) for span in region.spans]
-
-        def by_pack(share: Tensor) -> Tensor:
-            return torch.stack([share[..., place].amax(dim=(1, 2)) for place in places], dim=-1)
-
-        positions = range(region.stop, len(plan.prompt))
-        return forward.weights(positions, laid(region, packs, forward), region.between, by_pack, layers).float().cpu()
+        positions, kv = range(region.stop, len(plan.prompt)), laid(region, packs, forward)
+        weights = forward.weights(positions, kv, region.between, lambda share: share.amax(dim=1), layers)
+        return weights.float().cpu()
     finally:
         run.close()
 

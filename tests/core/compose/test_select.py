@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kp_core import PackStore, SelectComposer
+from kp_core import PackStore
+from kp_core.engines.comparing import blob_key
 from kp_core.engines.selecting import Selector, query_of
 from kp_core.errors import ContextOverflowError, OptionError
 from kp_core.prompt.conversation import Turn, to_turns
@@ -71,10 +72,12 @@ def test_an_attention_weight_is_that_of_a_forward_pass_over_the_same_kv(towns):
     packs = to_turns([{"role": "user", "content": "\n".join(handles)}], view)[0].segments[::2]
     some = selector._by_head(packs, "Who keeps it?", view, 2)
     everything = selector._by_head(packs, "Who keeps it?", view)
-    assert some.shape[0] == 2
-    assert everything.shape[2] == len(handles)
-    assert torch.equal(some, everything[:2])
-    assert float(everything.min()) >= 0
+    assert len(some) == len(everything) == len(handles)
+    for pack, few, full in zip(packs, some, everything, strict=True):
+        assert few.shape[0] == 2
+        assert full.shape[2] == len(pack.pack.token_ids)
+        assert torch.equal(few, full[:2])
+        assert float(full.min()) >= 0
 
 
 def test_an_agent_keeps_what_it_selected_and_selects_for_each_call(towns):
@@ -103,6 +106,27 @@ def test_what_cannot_be_compared_is_sent_whole(towns, tmp_path):
     answer = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
     assert answer.usage.unread_packs == 0
     assert [str(handle) for handle in answer.packs] == handles
+
+
+def test_damaged_heads_are_measured_again(towns):
+    engine, options, handles = towns
+    view = options["view"]
+    first = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
+    selector = engine._planner._selector
+    found, key = selector._found, blob_key("retrieval heads", engine.fingerprint.identity)
+    for damaged in (
+        "{}",
+        '{"layers": [], "heads": []}',
+        '{"layers": [99], "heads": [0]}',
+        '{"layers": [1], "heads": [99]}',
+    ):
+        view.source.blobs.write(key, [damaged.encode()])
+        engine.__dict__.pop("_planner")
+        engine.clear_cache()
+        again = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
+        assert engine._planner._selector._found == found
+        assert again.token_ids == first.token_ids
+    engine.__dict__.pop("_planner")
 
 
 def test_a_new_process_need_not_look_for_the_heads_again(towns, monkeypatch):
@@ -142,10 +166,25 @@ def test_packs_are_read_for_the_question_that_belongs_to_them():
     assert query_of(turns, 3) == 'What is new?\n{"query": "news of May"}'
 
 
-def test_the_packs_with_the_largest_weights_are_chosen():
-    assert SelectComposer(1).chosen([0.1, 0.6, 0.3]) == [1]
-    assert SelectComposer(2).chosen([0.1, 0.6, 0.3]) == [2, 1]
-    assert SelectComposer(9).chosen([0.1, 0.6, 0.3]) == [0, 2, 1]
+def test_a_second_pack_is_looked_for_by_what_the_first_one_says(smol_bf16, tmp_path):
+    people = ("Kitty Eastlake", "Ansel Farrow", "Dora Dunmore", "Hugo Crake")
+    homes = [f"It is a quiet street. {who} lives in {town}." for who, town in zip(people, TOWNS, strict=False)]
+    store = PackStore(tmp_path)
+    handles = [str(store.put(pack)) for pack in smol_bf16.build_packs(homes[:2] + TEXTS, progress=False)]
+    asked = "\n\n".join([*handles, "Who is the lighthouse keeper of the town where Ansel Farrow lives?"])
+    answer = smol_bf16.generate(asked, composer="select", view=store.view("default"), max_tokens=12)
+    assert [str(handle) for handle in answer.packs] == [handles[3], handles[1]]
+
+
+def test_the_sentence_with_most_attention(towns):
+    engine, _, _ = towns
+    pack = engine.build_pack("It is old. Port Ambrose has a pier!\nNothing more is known")
+    ids, sentences = pack.token_ids, set()
+    for at in range(len(ids)):
+        weights = torch.zeros(2, len(ids))
+        weights[1, at] = 1
+        sentences.add(engine._planner._selector._sentence(pack, weights))
+    assert sentences == {"It is old.", "Port Ambrose has a pier!", "Nothing more is known"}
 
 
 @pytest.mark.parametrize(
