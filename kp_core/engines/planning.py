@@ -12,7 +12,15 @@ from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from typing import TypeAlias
 
-from kp_core.compose import Composer, ExactComposer, NaiveComposer, PacketComposer, laid_out
+from kp_core.compose import (
+    AutoComposer,
+    Composer,
+    ExactComposer,
+    NaiveComposer,
+    PacketComposer,
+    SelectComposer,
+    laid_out,
+)
 from kp_core.engines.calibration import Calibrations
 from kp_core.engines.ordering import Ordering
 from kp_core.engines.request import CompiledFor, Request
@@ -24,7 +32,7 @@ from kp_core.packs.kept import KeptEntry, KeptKV
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.view import TRUSTED_ROLES, PackView, explicit_packs, why_unresolved
 from kp_core.plan import Plan, Region, plan_regions, plan_steered
-from kp_core.prompt.conversation import Message, placed, unresolved
+from kp_core.prompt.conversation import Message, Turn, placed, unresolved
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import as_steering
@@ -91,9 +99,7 @@ class Planner:
         )
         handles = unresolved(turns)
         _report(handles, view, request)
-        choice = self._calibrations.choice(turns, request.composer, view)
-        request = replace(request, composer=choice.composer)
-        turns, unread = self._selector.selected(turns, request.composer, view)
+        turns, request, unread, choice = self._selected(turns, request, view)
         prompt = self._ordering.prompt(
             turns,
             partial(self._template.render_turns, shape=request.shape, thinking=request.thinking),
@@ -117,7 +123,7 @@ class Planner:
                 is_wrapped = True
                 plan, _ = self._sourced(laid_out(prompt, wrapped, self._template.ends(prompt), composer), request, view)
         budget = self._budget(plan.prompt, request, tokens)
-        plan = replace(plan, sampling=request.sampling, token_budget=budget, choice=choice.sentence)
+        plan = replace(plan, sampling=request.sampling, token_budget=budget, choice=choice)
         if steered:
             below, _ = self._sourced(prompt.until(steered[0].stop), request, view)
             plan = replace(plan, regions=plan_regions(plan.prompt, steered=steered), below=below)
@@ -128,6 +134,18 @@ class Planner:
             if not is_wrapped:  # Otherwise the parts of `kept` are positions between the composer's tokens.
                 upgrade = replace(upgrade, kept=plan.kept)
         return plan, learned, upgrade
+
+    def _selected(
+        self, turns: tuple[Turn, ...], request: Request, view: PackView | None
+    ) -> tuple[tuple[Turn, ...], Request, int, str]:
+        """What `auto` and `select` make of a request: with the packs to send, how many were left out, and why."""
+        unread, why = 0, ""
+        if isinstance(request.composer, AutoComposer):
+            choice = self._calibrations.choice(turns, request.composer, view)
+            request, why = replace(request, composer=choice.composer), choice.sentence
+        if isinstance(request.composer, SelectComposer):
+            turns, unread = self._selector.selected(turns, request.composer, view)
+        return turns, request, unread, why
 
     def _steered(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Region, ...]:
         """The steered regions of `prompt`. Checks their steerings against the model and warns of too strong ones."""

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kp_core.compose import Composer, SelectComposer, SpliceComposer
+from kp_core.compose import SelectComposer, SpliceComposer
 from kp_core.engines.comparing import blob_key
 from kp_core.engines.ordering import Group, Handles, arranged
 from kp_core.errors import PackError
@@ -76,15 +76,13 @@ class Selector:
         self._lock = threading.Lock()
 
     def selected(
-        self, turns: Sequence[Turn], composer: Composer, view: PackView | None
+        self, turns: Sequence[Turn], composer: SelectComposer, view: PackView | None
     ) -> tuple[tuple[Turn, ...], int]:
-        """The turns with the packs that a `SelectComposer` selects, and how many packs were left out.
+        """The turns with the packs that `composer` selects, and how many packs were left out.
 
         Packs that have no KV yet, that are steered, corrected or of another model cannot be compared, so they and their
         neighbours are all sent.
         """
-        if not isinstance(composer, SelectComposer):
-            return tuple(turns), 0
         orders, unread = dict[int, Handles](), 0
         for number, group in enumerate(arranged(turns, {})[1]):
             placed = arranged(turns, orders)[1][number]  # Its place depends on what was chosen before it.
