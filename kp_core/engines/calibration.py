@@ -38,7 +38,6 @@ __all__ = [
     "Calibrations",
     "Choice",
     "calibrate_composers",
-    "warn_of_approximation",
 ]
 
 logger = logging.getLogger(__name__)
@@ -187,6 +186,8 @@ class Calibrations:
     def __init__(self, model: str, supports: Iterable[str]) -> None:
         self._model, self._key, self._supports = model, blob_key("calibration", model), frozenset(supports)
         self._known: dict[str, Calibration | None] = {}
+        self.warned = set[tuple[str, str]]()
+        """Stores and composers whose approximation was told, so that it is told once for each."""
         self._lock = threading.Lock()
 
     def of(self, view: PackView | None) -> Calibration | None:
@@ -249,6 +250,29 @@ class Calibrations:
             f"questions over {worst.packs} packs) at {ratio:.2f} of its time to first token",
         )
 
+    def warn(self, plan: Plan, composer: Composer, view: PackView | None) -> None:
+        """Log a warning for each approximate composer in `plan` of which nothing shows that it does as well as text."""
+        calibration, place = self.of(view), str(None if view is None else view.source.blobs)
+        keys = {composer.key} if plan.prompt.unread else set()
+        keys |= {region.composer.key for region in plan.regions if region.composer and not region.composer.exact}
+        for key in keys - {"accept"}:  # `mismatch="accept"` asks for other numerics, so it needs no warning.
+            if (place, key) in self.warned:
+                continue
+            self.warned.add((place, key))
+            rows = [row for row in calibration.rows if composer_of(row.composer).key == key] if calibration else []
+            if not rows:
+                logger.warning(
+                    "Answers with composer %r are approximate, and nothing says how good they are on your data: "
+                    "measure with `kp calibrate` or `kp_core.calibrate_composers(engine, questions, [%r], view=...)`.",
+                    *(key, key),
+                )
+            elif (worst := min(rows, key=lambda row: row.kept)).kept < AutoComposer().kept:
+                logger.warning(
+                    "Answers with composer %r are approximate: %d of %d questions over %d packs were answered right, "
+                    "%d from their text.",
+                    *(key, worst.right, worst.questions, worst.packs, worst.text_right),
+                )
+
     def _shipped(self) -> Calibration | None:
         found = (self._read(path.read_bytes(), str(path)) for path in sorted(SHIPPED.glob("*.json")))
         return next(filter(None, found), None)
@@ -289,6 +313,9 @@ def calibrate_composers(  # noqa: PLR0913
     done = 0
     with tempfile.TemporaryDirectory() as folder, bar_of("Questions", len(wanted), "question", shown=progress) as bar:
         store = PackStore(folder)
+        place = str(store.view("default").source.blobs)
+        # No warning of what is being measured.
+        session.calibrations.warned |= {(place, composer.key) for composer in resolved.values()}
         _measured(session, store, wanted[0], resolved, max_tokens)  # What happens once belongs to no composer.
         began = time.monotonic()
         for question in wanted:
@@ -369,31 +396,3 @@ def contains(said: str, expected: str) -> bool:
     mine, theirs = (" ".join(word for word in _WORDS.findall(text.lower()) if word not in _ARTICLES)
                     for text in (said, expected))  # fmt: skip
     return f" {theirs} " in f" {mine} "
-
-
-def warn_of_approximation(
-    plan: Plan, composer: Composer, calibration: Calibration | None, warned: set[tuple[str, str]], place: str
-) -> None:
-    """Log a warning for each approximate composer in `plan` of which nothing shows that it answers as well as text.
-
-    `warned` collects the stores (`place`) and composers, so that the warning comes once for each.
-    """
-    keys = {composer.key} if plan.prompt.unread else set()
-    keys |= {region.composer.key for region in plan.regions if region.composer and not region.composer.exact}
-    for key in keys - {"accept"}:  # `mismatch="accept"` asks for other numerics, so it needs no warning.
-        if (place, key) in warned:
-            continue
-        warned.add((place, key))
-        rows = [row for row in calibration.rows if composer_of(row.composer).key == key] if calibration else []
-        if not rows:
-            logger.warning(
-                "Answers with composer %r are approximate, and nothing says how good they are on your data: measure "
-                "with `kp calibrate` or `kp_core.calibrate_composers(engine, questions, [%r], view=...)`.",
-                *(key, key),
-            )
-        elif (worst := min(rows, key=lambda row: row.kept)).kept < AutoComposer().kept:
-            logger.warning(
-                "Answers with composer %r are approximate: %d of %d questions over %d packs were answered right, %d "
-                "from their text.",
-                *(key, worst.right, worst.questions, worst.packs, worst.text_right),
-            )

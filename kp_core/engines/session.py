@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 from kp_core.engines.base import AttendingEngine, CachingEngine, Engine, TokenStream, refusal
-from kp_core.engines.calibration import Calibrations, warn_of_approximation
+from kp_core.engines.calibration import Calibrations
 from kp_core.engines.contrast import make_steering
 from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
@@ -93,7 +93,6 @@ class Session:
         self.max_positions = engine.max_positions
         """Most tokens of prompt and answer together."""
         self._idle, self._planning = IdleQueue(), threading.Lock()
-        self._warned = set[tuple[str, str]]()
         self._pace = (0, 0.0)  # Sums over requests: computed tokens, and seconds to the first token.
 
     @property
@@ -376,9 +375,7 @@ class Session:
         self._need("grammar", "tools and response schemas", needed=grammar is not None)
         if learn:
             if ("composed" in sources or plan.prompt.unread) and not plan.choice:
-                place = str(None if request.view is None else request.view.source.blobs)
-                known = self.calibrations.of(request.view)
-                warn_of_approximation(plan, request.composer, known, self._warned, place)
+                self.calibrations.warn(plan, request.composer, request.view)
             self._compile(learned, request)
             if upgrade is not None:
                 with suppress(BusyError):  # The next such request tries again.

@@ -23,7 +23,7 @@ def isles(tmp_path):
     """An engine that has said nothing, a view of its packs, and a question about all of them."""
     engine, store = tiny_engine(chunk_tokens=1024), PackStore(tmp_path)
     engine.clear_cache()
-    engine._warned.clear()
+    engine.calibrations.warned.clear()
     forget(engine)
     handles = [str(store.put(engine.build_pack(text, namespace="isles"))) for text in TEXTS]
     yield engine, store.view("isles"), "\n\n".join((*handles, "Which?"))
@@ -129,7 +129,7 @@ def test_measuring_composers(isles, caplog):
     assert Calibrations(engine.fingerprint.identity, ()).of(view) == calibration
     assert "blend:r=1" in calibration.table()
     caplog.set_level(logging.WARNING)
-    engine._warned.clear()
+    engine.calibrations.warned.clear()
     engine.prefill(asked, view=view, composer="splice")
     assert ("of 20 questions over 3 packs" in caplog.text) == (splice.kept < 0.95)
     engine.prefill(asked, view=view, composer="blend:r=0.5")
