@@ -111,7 +111,7 @@ audit: setup
 
 # Where vLLM cannot be installed (no build for this machine, no network), its tests are skipped, and it is said why.
 test-vllm:
-	@if $(MAKE) setup-vllm; then $(call timed,test-vllm,OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm); \
+	@if $(MAKE) setup-vllm; then $(call timed,test-vllm,OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 --dist loadfile tests/vllm); \
 	else echo "SKIPPED tests/vllm: 'make setup-vllm' failed; see above."; fi
 
 lint: setup
