@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kp_core.prompt.prompt import Prompt, Span
     from kp_core.prompt.template import ChatTemplate
     from kp_core.steering import Steering
-    from kp_core.tools import Delta, Tool, ToolCall, ToolCallDelta
+    from kp_core.tools import Delta, TokenLogprob, Tool, ToolCall, ToolCallDelta
 
 __all__ = [
     "AsyncStream",
@@ -91,6 +91,7 @@ __all__ = [
     "SpliceComposer",
     "Steering",
     "Stream",
+    "TokenLogprob",
     "TokenStream",
     "Tool",
     "ToolCall",
@@ -139,7 +140,7 @@ _PLACES = {
     "prompt.conversation": "Message",
     "prompt.template": "ChatTemplate",
     "steering": "Steering",
-    "tools": "Delta Tool ToolCall ToolCallDelta",
+    "tools": "Delta TokenLogprob Tool ToolCall ToolCallDelta",
 }
 _MODULES = {name: f"{__name__}.{module}" for module, names in _PLACES.items() for name in names.split()}
 

@@ -24,6 +24,8 @@ __all__ = ["Limit", "Plan", "Region", "Sampling", "number", "plan_regions", "pla
 _GAP_TOKENS = 64
 """Maximum text between two packs of one composed region; longer text is a region of its own."""
 
+_MOST_TOP = 20  # As OpenAI and vLLM.
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -43,6 +45,10 @@ class Sampling:
     """Equal seeds choose equal tokens."""
     stop: Sequence[str] = ()
     """Strings that end the answer and are not part of it; they may span tokens."""
+    logprobs: bool = False
+    """Whether the log-probability of each token of the answer is returned."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens in each place are returned, too."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
@@ -59,11 +65,18 @@ class Sampling:
                 "a finite number > 0",
             ),
             "seed": (self.seed is None or _is_whole(self.seed, -(2**63), 2**64 - 1), "None or an integer of 64 bits"),
+            "logprobs": (isinstance(self.logprobs, bool), "True or False; `top_logprobs` is a number"),
+            "top_logprobs": (_is_whole(self.top_logprobs, 0, _MOST_TOP), f"an integer from 0 to {_MOST_TOP}"),
             "stop": (all(text and isinstance(text, str) for text in self.stop), "strings that are not empty"),
         }
         for name, (is_valid, expected) in checks.items():
             if not is_valid:
                 raise SamplingError(f"Got {name}={getattr(self, name)!r}; expected {expected}.")
+
+    @property
+    def gives_logprobs(self) -> bool:
+        """Whether log-probabilities are returned: with `logprobs`, or `top_logprobs` alone."""
+        return self.logprobs or self.top_logprobs > 0
 
 
 def number(value: object, name: str) -> float:

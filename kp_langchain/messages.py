@@ -12,7 +12,7 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 
-from kp_core import Delta, Generation
+from kp_core import Delta, Generation, TokenLogprob
 from kp_core.errors import PromptError
 from kp_core.prompt.conversation import Message, slotted, text_of, tool_call
 from kp_core.settings import core_role
@@ -83,7 +83,9 @@ def to_result(generation: Generation, model_name: str) -> ChatResult:
         additional_kwargs=_reasoning(generation.reasoning),
         **_about(generation, model_name),
     )
-    info = {"finish_reason": generation.finish_reason}
+    info: dict[str, Any] = {"finish_reason": generation.finish_reason}
+    if generation.logprobs is not None:
+        info["logprobs"] = _logprobs(generation.logprobs)
     return ChatResult(generations=[ChatGeneration(message=message, generation_info=info)])
 
 
@@ -95,13 +97,19 @@ def to_chunk(delta: Delta) -> ChatGenerationChunk:
         for part in parts
     ]
     message = AIMessageChunk(content=delta.text, tool_call_chunks=calls, additional_kwargs=_reasoning(delta.reasoning))
-    return ChatGenerationChunk(message=message)
+    info = {"logprobs": _logprobs(delta.logprobs)} if delta.logprobs else None
+    return ChatGenerationChunk(message=message, generation_info=info)
 
 
 def last_chunk(generation: Generation, model_name: str) -> ChatGenerationChunk:
     """The last chunk of a stream: token counts and finish reason."""
     message = AIMessageChunk(content="", chunk_position="last", **_about(generation, model_name))
     return ChatGenerationChunk(message=message, generation_info={"finish_reason": generation.finish_reason})
+
+
+def _logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Log-probabilities in OpenAI's form. LangChain copies them to `response_metadata`, and joins those of chunks."""
+    return {"content": [token.to_dict() for token in logprobs]}
 
 
 def _reasoning(text: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from llama_index.core.base.llms.types import (
     CitationBlock,
     CompletionResponse,
     ContentBlock,
+    LogProb,
     MessageRole,
     TextBlock,
     ThinkingBlock,
@@ -23,7 +24,7 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.llms import LLM
 from llama_index.core.prompts import BasePromptTemplate
 
-from kp_core import Delta, Generation, Message
+from kp_core import Delta, Generation, Message, TokenLogprob
 from kp_core.errors import PromptError, UnsupportedContentError
 from kp_core.prompt.conversation import slotted, tool_call
 from kp_core.settings import core_role
@@ -85,7 +86,8 @@ class Answer:
     are a string while they stream, and a dictionary in the last response. `additional_kwargs["tool_calls"]` of the
     message repeats the calls in OpenAI's form, which LlamaIndex's structured streaming looks for.
 
-    Only the last response has `raw`: `usage`, `timings` in seconds and `finish_reason`, all as plain values.
+    Only the last response has `raw`: `usage`, `timings` in seconds and `finish_reason`, all as plain values; and
+    `logprobs`, if asked for: for each token a list of itself and the likeliest others, best first.
     """
 
     def __init__(self) -> None:
@@ -120,7 +122,9 @@ class Answer:
         usage = cost.to_dict() | {"total_tokens": cost.prompt_tokens + cost.completion_tokens}
         timings = {"ttft_s": usage.pop("ttft_s"), "total_s": time.perf_counter() - self._began}
         raw = {"usage": usage, "timings": timings, "finish_reason": generation.finish_reason}
-        return ChatResponse(message=_message(generation.text, generation.reasoning, calls), raw=raw, delta=delta)
+        logprobs = None if generation.logprobs is None else [_logprobs(token) for token in generation.logprobs]
+        message = _message(generation.text, generation.reasoning, calls)
+        return ChatResponse(message=message, raw=raw, delta=delta, logprobs=logprobs)
 
 
 def to_completion(response: ChatResponse) -> CompletionResponse:
@@ -128,9 +132,16 @@ def to_completion(response: ChatResponse) -> CompletionResponse:
     return CompletionResponse(
         text=response.message.content or "",
         delta=response.delta,
+        logprobs=response.logprobs,
         raw=response.raw,
         additional_kwargs=response.additional_kwargs,
     )
+
+
+def _logprobs(token: TokenLogprob) -> list[LogProb]:
+    """The token itself, then the likeliest others in its place."""
+    tokens = [token, *(other for other in token.top if other.token_id != token.token_id)]
+    return [LogProb(token=each.text, logprob=each.logprob, bytes=list(each.bytes)) for each in tokens]
 
 
 def _message(text: str, reasoning: str, calls: Sequence[ToolCallBlock]) -> ChatMessage:

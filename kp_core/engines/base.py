@@ -11,6 +11,7 @@ from kp_core.errors import UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan import Limit, Plan
+from kp_core.tools import Scores
 
 __all__ = ["CAPABILITIES", "AttendingEngine", "CachingEngine", "Engine", "FinishReason", "TokenStream", "refusal"]
 
@@ -26,6 +27,7 @@ CAPABILITIES = {
     "kv": "KV of given tokens: building packs and steerings",
     "lazy": "packs without KV, which is computed when they are first used",
     "logits": "the logits behind a prompt",
+    "logprobs": "the log-probabilities of generated tokens",
     "losses": "the likelihood of a given answer",
     "sampling": "temperature, top_p, top_k, repetition_penalty and seed",
     "steer": "altered values and keys",
@@ -53,6 +55,8 @@ class TokenStream:
         """Logits after the prompt, `(vocabulary,)`. Engines that support `logits` set them after the prefill."""
         self.losses: list[float] = []
         """The negative log-probability of each token of a forced answer."""
+        self.logprobs: list[Scores] = []
+        """With `Sampling.gives_logprobs`, those of each token so far, added before the token is given."""
         self.limit = Limit()
         """When a long prefill must end early, with the finish `"cancelled"` and no token. The session sets it before it
         reads the first token, and checks it itself after each token."""

@@ -7,7 +7,8 @@ import re
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,7 +21,16 @@ from kp_core.packs.handle import strip_handles
 from kp_core.plan import Limit, Plan
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.template import ChatTemplate
-from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader, ToolCall
+from kp_core.tools import (
+    HARMONY,
+    THINK,
+    AnswerReader,
+    Delta,
+    HarmonyReader,
+    TokenLogprob,
+    TokenNames,
+    ToolCall,
+)
 
 __all__ = [
     "AnswerText",
@@ -35,6 +45,7 @@ __all__ = [
     "in_thread",
     "read_answer",
     "usage_of",
+    "with_logprobs",
 ]
 
 T = TypeVar("T")
@@ -108,6 +119,8 @@ class Generation:
     """The complete calls, in order."""
     reasoning: str = ""
     """The text of the `<think>` block."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One for each of `token_ids`, also of reasoning, calls and the end token; `None` unless asked for."""
 
     @property
     def packs(self) -> tuple[str, ...]:
@@ -182,6 +195,34 @@ def read_answer(
         return Generation(parts.text, ids, reason, usage, plan.prompt, logits, calls, parts.reasoning)
     finally:
         stream.close()
+
+
+def with_logprobs(
+    answer: Generator[Delta, None, Generation],
+    stream: TokenStream,
+    tokenizer: Any,  # noqa: ANN401
+) -> Generator[Delta, None, Generation]:
+    """`answer` with the log-probabilities in `stream`: those of new tokens in each piece, and all in the end.
+
+    The last piece may have nothing else.
+    """
+    names, logprobs = TokenNames(tokenizer), list[TokenLogprob]()
+
+    def new() -> tuple[TokenLogprob, ...]:
+        latest = [names.named(scores) for scores in stream.logprobs[len(logprobs) :]]
+        logprobs.extend(latest)
+        return tuple(latest)
+
+    with closing(answer):
+        while True:
+            try:
+                delta = next(answer)
+            except StopIteration as end:
+                if rest := new():
+                    yield Delta(logprobs=rest)
+                generation: Generation = end.value
+                return replace(generation, logprobs=tuple(logprobs))
+            yield replace(delta, logprobs=new())
 
 
 def _special(tokenizer: Any, marker: str) -> int | None:  # noqa: ANN401

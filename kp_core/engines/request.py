@@ -55,6 +55,8 @@ _REMOVED: Mapping[str, str] = {
     "co_compile": "It was removed; `keep='always'` keeps what a request computes behind other packs."
 }
 """Options of an earlier release, each with what to do instead."""
+_ONE_ANSWER = "A call gives one answer: call once for each, with another `seed`; the prompt is computed once."
+"""Said to who asks for `n` answers, as OpenAI's API does."""
 
 _ABOUT: Mapping[str, str] = {
     "max_tokens": "Most tokens to generate; by default 512, or fewer where the context ends sooner.",
@@ -62,8 +64,16 @@ _ABOUT: Mapping[str, str] = {
     "top_p": ("Choose among the likeliest tokens that have this share of probability together; 1 (default) is all."),
     "top_k": "Choose among so many of the likeliest tokens; 0 (default) is all.",
     "repetition_penalty": "Above 1 (default), tokens that stood before become less likely.",
-    "seed": "Equal seeds choose equal tokens.",
+    "seed": "Equal seeds choose equal tokens. Without one, each call with a `temperature` draws anew.",
     "stop": "Strings that end the answer and are left out of it.",
+    "logprobs": (
+        "Return the log-probability of each generated token: of the model's logits, before temperature, penalties and "
+        "grammar."
+    ),
+    "top_logprobs": (
+        "So many of the likeliest tokens in the place of each, at most 20, with their log-probabilities; this alone "
+        "switches `logprobs` on."
+    ),
     "view": "Resolves handles in the messages; without it they stay text.",
     "packs": "Packs, or handles that resolve, to place at the head of the system message.",
     "placement": (
@@ -244,6 +254,8 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str, hints:
             suggestions = renamed or difflib.get_close_matches(name, names, n=1)
             hint = f"Did you mean {suggestions[0]!r}?" if suggestions else f"Expected some of: {', '.join(names)}."
             hint = hints.get(name) or _REMOVED.get(name, hint)
+            if name == "n" and "seed" in names:
+                hint = _ONE_ANSWER
             raise OptionError(f"{what} has no option {name!r}. {hint}")
 
 

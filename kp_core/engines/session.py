@@ -38,6 +38,7 @@ from kp_core.engines.reading import (
     in_thread,
     read_answer,
     usage_of,
+    with_logprobs,
 )
 from kp_core.engines.request import CompiledFor, Request
 from kp_core.engines.selecting import Selector
@@ -142,6 +143,7 @@ class Session:
         limit = Limit(request.cancel, request.timeout)
         plan = self._plan(messages, request)
         self._need("sampling", "sampled answers", needed=request.temperature > 0 or request.repetition_penalty != 1)
+        self._need("logprobs", "log-probabilities", needed=request.gives_logprobs)
         return Stream(self._answer(plan, request, self._start(plan, limit)))
 
     def generate_many(
@@ -403,8 +405,11 @@ class Session:
         return stream
 
     def _answer(self, plan: Plan, request: Request, stream: TokenStream) -> Generator[Delta, None, Generation]:
+        answer = read_answer(plan, stream, self.template, self.tokenizer, request)
+        if request.gives_logprobs:
+            answer = with_logprobs(answer, stream, self.tokenizer)
         with self._idle.request():
-            generation = yield from read_answer(plan, stream, self.template, self.tokenizer, request)
+            generation = yield from answer
         if plan.kept:
             plan.kept.write(self.when_idle)
         usage = generation.usage

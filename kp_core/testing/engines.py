@@ -41,7 +41,7 @@ def check_engine(engine: Engine | Session) -> None:
     model = engine.engine if isinstance(engine, Session) else engine
     _holds("An engine has all members of `Engine`.", isinstance(model, Engine))
     _check_members(model)
-    for check in (_check_answers, _check_packs, _check_capabilities):
+    for check in (_check_answers, _check_packs, _check_capabilities, _check_logprobs):
         check(session_of(engine))
 
 
@@ -136,6 +136,20 @@ def _check_capabilities(session: Session) -> None:
         caching.unpin(pinned)
         caching.clear_cache()
         _holds("`clear_cache` drops what is not pinned.", caching.found(plan) == 0)
+
+
+def _check_logprobs(session: Session) -> None:
+    if "logprobs" not in session.engine.supports:
+        return
+    plain = session.generate(_ASKED, max_tokens=_TOKENS)
+    scored = session.generate(_ASKED, top_logprobs=2, max_tokens=_TOKENS)
+    logprobs = scored.logprobs or ()
+    _holds("Log-probabilities do not change the answer.", scored.token_ids == plain.token_ids)
+    ids = tuple(token.token_id for token in logprobs)
+    _holds("There is a log-probability per token, of this token.", ids == scored.token_ids)
+    likeliest = [token.top[0] for token in logprobs]
+    is_first = all(token.token_id == best.token_id for token, best in zip(logprobs, likeliest, strict=True))
+    _holds("A greedy token is the likeliest.", is_first)
 
 
 def check_composer(composer: Composer, engine: Session | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from kp_core.tools.base import Delta, JsonScan, Tool, ToolCall, ToolCallDelta, ToolChoice
 from kp_core.tools.formats import FORMATS, HARMONY, THINK, Thought, ToolFormat, braced, format_of, tagged, thought_of
+from kp_core.tools.logprobs import Scores, TokenLogprob, TokenNames
 from kp_core.tools.reader import AnswerReader, HarmonyReader
 from kp_core.tools.shape import AnswerShape
 
@@ -14,7 +15,10 @@ __all__ = [
     "Delta",
     "HarmonyReader",
     "JsonScan",
+    "Scores",
     "Thought",
+    "TokenLogprob",
+    "TokenNames",
     "Tool",
     "ToolCall",
     "ToolCallDelta",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kp_core.errors import ToolError
+from kp_core.tools.logprobs import TokenLogprob
 
 __all__ = ["Delta", "JsonScan", "Tool", "ToolCall", "ToolCallDelta", "ToolChoice"]
 
@@ -83,6 +84,8 @@ class Delta:
     text: str = ""
     reasoning: str = ""
     tool_call: ToolCallDelta | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the tokens since the last step, if the request asks for them; text may be held back longer."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What `ChatKnowledgePacks` adds to the engine."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
@@ -38,6 +39,34 @@ def test_metadata_counts_what_was_sent(tiny):
     assert answer.response_metadata["finish_reason"] in {"stop", "length"}
     again = tiny.invoke(CHAT)
     assert 0 < again.usage_metadata["input_token_details"]["cache_read"] <= len(prompt)
+
+
+def test_log_probabilities_have_the_form_of_openai(tiny):
+    answer = tiny.invoke(CHAT, top_logprobs=2)
+    content = answer.response_metadata["logprobs"]["content"]
+    assert len(content) == answer.usage_metadata["output_tokens"]
+    assert all(set(token) == {"token", "bytes", "logprob", "top_logprobs"} for token in content)
+    assert [token["top_logprobs"][0]["bytes"] for token in content] == [token["bytes"] for token in content]
+    assert json.loads(json.dumps(content)) == content
+    by_field = ChatKnowledgePacks(engine=tiny.engine, max_tokens=8, logprobs=True)
+    assert [token["top_logprobs"] for token in by_field.invoke(CHAT).response_metadata["logprobs"]["content"]] == [
+        [] for _ in content
+    ]
+    assert "logprobs" not in tiny.invoke(CHAT).response_metadata
+
+
+async def test_chunks_carry_log_probabilities_and_join_to_those_of_the_answer(tiny):
+    content = tiny.invoke(CHAT, top_logprobs=2).response_metadata["logprobs"]["content"]
+    chunks = list(tiny._stream(CHAT, top_logprobs=2))
+    infos = [chunk.generation_info["logprobs"] for chunk in chunks if "logprobs" in (chunk.generation_info or {})]
+    assert len(infos) > 1
+    assert [token for info in infos for token in info["content"]] == content
+    whole = None
+    for chunk in tiny.stream(CHAT, top_logprobs=2):
+        whole = chunk if whole is None else whole + chunk
+    assert whole.response_metadata["logprobs"]["content"] == content
+    answer = await tiny.ainvoke(CHAT, top_logprobs=2)
+    assert answer.response_metadata["logprobs"]["content"] == content
 
 
 def test_counting_tokens_needs_no_other_tokenizer(tiny):

@@ -38,6 +38,22 @@ def test_raw_counts_what_was_sent(tiny):
     assert set(response.raw) == {"usage", "timings", "finish_reason"}
 
 
+async def test_log_probabilities(tiny):
+    response = tiny.chat(CHAT, top_logprobs=3)
+    generation = tiny.engine.generate(to_messages(CHAT), max_tokens=tiny.max_tokens, top_logprobs=3)
+    assert len(response.logprobs) == response.raw["usage"]["completion_tokens"]
+    for token, named in zip(generation.logprobs, response.logprobs, strict=True):
+        assert [(one.token, one.bytes, one.logprob) for one in named] == [
+            (one.text, list(one.bytes), one.logprob) for one in token.top
+        ]
+    *pieces, last = tiny.stream_chat(CHAT, top_logprobs=3)
+    assert last.logprobs == response.logprobs
+    assert {piece.logprobs for piece in pieces} == {None}
+    completion = await tiny.acomplete("Name a colour.", logprobs=True)
+    assert [len(named) for named in completion.logprobs] == [1] * completion.raw["usage"]["completion_tokens"]
+    assert tiny.chat(CHAT).logprobs is None
+
+
 def test_packs_do_not_count_as_sent(store):
     handle = store.put(tiny_engine().build_pack(FACT, lazy=True))
     llm = KnowledgePackLLM(engine=tiny_engine(), store=store, namespaces=["default"], max_tokens=2)

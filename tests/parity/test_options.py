@@ -35,6 +35,8 @@ VALUES = {
     "repetition_penalty": lambda _: 1.5,
     "seed": lambda _: 7,
     "stop": lambda _: ["x"],
+    "logprobs": lambda _: True,
+    "top_logprobs": lambda _: 2,
     "packs": lambda store: [str(store.handle(FACT, "open"))],
     "placement": lambda _: "system",
     "compact": lambda _: True,

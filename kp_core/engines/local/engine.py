@@ -22,6 +22,7 @@ from kp_core.errors import BusyError, CacheBudgetError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan import Plan
+from kp_core.tools import Scores
 
 __all__ = ["LocalEngine"]
 
@@ -194,6 +195,8 @@ class LocalEngine:
                 if run.logits is None:
                     raise AssertionError("a prefilled prompt has logits")
                 tokens.append(sampler(run.logits, remaining))
+                if plan.sampling.gives_logprobs:
+                    stream.logprobs.append(_scored(run.logits, tokens[-1], plan.sampling.top_logprobs))
                 if tokens[-1] in self._end_tokens:
                     stream.finish = "stop"
                 yield tokens[-1]
@@ -248,6 +251,13 @@ def _tell(stream: TokenStream, run: Run) -> None:
     stream.computed_tokens, stream.approximate_tokens = run.computed, run.approximate
     stream.first_logits = run.logits
     stream.state_bytes = sum(kv.state_bytes for _, kv in run.path.held)
+
+
+def _scored(logits: Tensor, token: int, most: int) -> Scores:
+    """The log-probability of `token`, and of the `most` likeliest tokens, in float32."""
+    logprobs = logits.to(torch.float32).log_softmax(dim=-1)
+    values, ids = logprobs.topk(min(most, len(logprobs)))
+    return [(token, float(logprobs[token])), *zip(ids.tolist(), values.tolist(), strict=True)]
 
 
 def _computed(engine: LocalEngine, plans: Iterable[Plan]) -> Iterator[KVTensors]:

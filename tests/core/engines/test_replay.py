@@ -107,7 +107,8 @@ def test_answers_are_the_same_alone_and_together(monkeypatch):
     model = engine.engine.model
     assert model.record is None  # A CPU has no graphs.
     asked = [f"How many boats are in harbour {number}?" for number in range(4)]
-    expected = [engine.generate(text, max_tokens=40).token_ids for text in asked]
+    plain = [engine.generate(text, max_tokens=40, logprobs=True) for text in asked]
+    expected = [answer.token_ids for answer in plain]
     model.use_replay(record)
     assert model.record is record
     assert model.batches
@@ -115,8 +116,11 @@ def test_answers_are_the_same_alone_and_together(monkeypatch):
         engine.clear_cache()
         record.replayed = record.most_rows = 0
         with ThreadPoolExecutor(at_once) as pool:
-            answers = list(pool.map(lambda text: engine.generate(text, max_tokens=40), asked))
+            answers = list(pool.map(lambda text: engine.generate(text, max_tokens=40, logprobs=True), asked))
         assert [answer.token_ids for answer in answers] == expected
+        for answer, before in zip(answers, plain, strict=True):
+            found, wanted = ([token.logprob for token in each.logprobs] for each in (answer, before))
+            assert found == pytest.approx(wanted, abs=1e-4)
         assert record.replayed > 0
         assert (record.most_rows > 1) == (at_once > 1)
     # What was decoded so is reused as any other KV.
