@@ -1,18 +1,46 @@
-"""Events for the debug log: what happened, with its counts as fields of the record."""
+"""Events: what happened to packs, with counts, for the debug log and for whoever subscribes."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import TypeAlias
 
-__all__ = ["log_event"]
+__all__ = ["Listener", "is_heard", "log_event", "subscribe"]
+
+Listener: TypeAlias = Callable[[str, Mapping[str, float]], object]
+"""Takes the name of an event and its counts. It is called in the thread that did the work, so it must be quick, and it
+must not call an engine or a store."""
+
+_listeners: tuple[Listener, ...] = ()
+
+
+def subscribe(listener: Listener) -> Callable[[], None]:
+    """Call `listener` for each event of this process, whatever the log's level. Returns a function that ends it."""
+    global _listeners  # noqa: PLW0603 - a process has one list of listeners, as it has one log
+    _listeners = (*_listeners, listener)
+
+    def unsubscribe() -> None:
+        global _listeners  # noqa: PLW0603
+        _listeners = tuple(other for other in _listeners if other is not listener)
+
+    return unsubscribe
+
+
+def is_heard(logger: logging.Logger) -> bool:
+    """Whether anybody takes events: for counts that take time to make."""
+    return bool(_listeners) or logger.isEnabledFor(logging.DEBUG)
 
 
 def log_event(logger: logging.Logger, name: str, **counts: float | str) -> None:
     """Log an event, e.g. `packs found: units=4, packs=3`. The record has the fields `kp_event` and `kp`, the counts.
 
-    An error of a log handler is not passed on, so that the work goes on.
+    An error of a log handler or a listener is not passed on, so that the work goes on.
     """
+    for listener in _listeners:
+        with suppress(Exception):
+            listener(name, counts)
     if logger.isEnabledFor(logging.DEBUG):
         text = ", ".join(f"{field}={count}" for field, count in counts.items())
         with suppress(Exception):

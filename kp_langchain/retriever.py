@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
@@ -30,6 +31,7 @@ from kp_core.packs.codec import Compression
 from kp_core.packs.handle import inert
 from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
+from kp_langchain.events import Run, telling
 from kp_langchain.tools import own_handle
 
 __all__ = ["KnowledgePackRetriever", "PackRetriever", "WrappedRetriever"]
@@ -165,13 +167,16 @@ class WrappedRetriever(PackRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **options: Any
     ) -> list[Document]:
-        return self._delivered(self.retriever.invoke(query, {"callbacks": run_manager.get_child()}, **options))
+        documents = self.retriever.invoke(query, {"callbacks": run_manager.get_child()}, **options)
+        with telling(run_manager):
+            return self._delivered(documents)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **options: Any
     ) -> list[Document]:
         documents = await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **options)
-        return await asyncio.to_thread(self._delivered, documents)
+        with telling(run_manager):
+            return await asyncio.to_thread(self._delivered, documents)
 
     def _delivered(self, documents: Sequence[Document]) -> list[Document]:
         """`documents` with packs, except blank ones, and those that one of our retrievers returned as handles."""
@@ -294,17 +299,23 @@ class KnowledgePackRetriever(PackRetriever):
         return [fact.id for fact in facts]
 
     def _get_relevant_documents(
-        self, query: str, *, run_manager: CallbackManagerForRetrieverRun | None = None, **options: Any
+        self,
+        query: str,
+        *,
+        run_manager: Run | None = None,
+        **options: Any,
     ) -> list[Document]:
         refuse_unknown(options, _PER_CALL, "A call of the retriever")
         settings = {name: options.get(name, getattr(self, name)) for name in _PER_CALL}
-        results = self._delivery().search(query, **settings)
+        with telling(run_manager):
+            results = self._delivery().search(query, **settings)
         return [self._packed(_to_document(f.unit), f, score=f.hit.score, bank=f.hit.bank) for f in results]
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun | None = None, **options: Any
     ) -> list[Document]:
-        return await asyncio.to_thread(self._get_relevant_documents, query, **options)
+        search = partial(self._get_relevant_documents, run_manager=run_manager)
+        return await asyncio.to_thread(search, query, **options)
 
 
 def _by_ids(vectors: Any, ids: Sequence[str]) -> list[Document]:

@@ -5,6 +5,8 @@ It imports only LlamaIndex's core and this project's; models and facts load on f
 
 from __future__ import annotations
 
+from kp_llamaindex.embedding import KnowledgePackEmbedding
+from kp_llamaindex.events import PackEvent
 from kp_llamaindex.index import KnowledgePackIndex, KnowledgePackVectorStore
 from kp_llamaindex.llm import KnowledgePackLLM
 from kp_llamaindex.memory import KnowledgePackMemoryBlock
@@ -13,6 +15,7 @@ from kp_llamaindex.nodes import NumberSources, PackNode
 from kp_llamaindex.retriever import KnowledgePackPostprocessor, KnowledgePackRetriever
 
 __all__ = [
+    "KnowledgePackEmbedding",
     "KnowledgePackIndex",
     "KnowledgePackLLM",
     "KnowledgePackMemoryBlock",
@@ -20,6 +23,7 @@ __all__ = [
     "KnowledgePackRetriever",
     "KnowledgePackVectorStore",
     "NumberSources",
+    "PackEvent",
     "PackNode",
     "pack_place",
     "to_messages",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from kp_core.compiling import compile_facts, open_facts
 from kp_core.delivery import Delivery
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, HandleError, OptionError, PackError, TemplateError
+from kp_core.events import subscribe
 from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.template import ChatTemplate
 from kp_core.testing import CHATML, HashEmbedder, tiny_model, tiny_tokenizer
@@ -219,9 +220,15 @@ def test_what_happens_to_packs_is_in_the_debug_log_with_counts(
     engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer())
     made = Delivery(None, engine, PackStore(tmp_path, max_bytes=60_000), namespace="default")
     hits = [Hit(Fact(f"The {number}. ship of Veyl came in at dawn."), 0.5) for number in range(3)]
-    root, broken = logging.getLogger(), Raises()
+    root, broken, told = logging.getLogger(), Raises(), dict[str, dict[str, float]]()
+
+    def listen(name: str, counts: Mapping[str, float]) -> None:
+        told[name] = dict(counts)
+        raise RuntimeError(name)
+
     with caplog.at_level(logging.DEBUG, "kp_core"):
         root.addHandler(broken)  # Behind that of `caplog`.
+        unsubscribe = subscribe(listen)
         try:
             found = made.deliver(hits)
             usage = engine.generate(found[0].content, view=made.store.view("default"), max_tokens=1).usage
@@ -229,6 +236,7 @@ def test_what_happens_to_packs_is_in_the_debug_log_with_counts(
             made.sync(lambda _: [hits[0].fact.text])
         finally:
             root.removeHandler(broken)
+            unsubscribe()
     assert len(list(made.store)) == 1
     events = {record.kp_event: record.kp for record in caplog.records if hasattr(record, "kp_event")}
     assert events["packs found"] == {"units": 3, "packs": 3}
@@ -237,6 +245,7 @@ def test_what_happens_to_packs_is_in_the_debug_log_with_counts(
     assert events["KV evicted from memory"]["nbytes"] > 0
     assert events["KV dropped from the store"] == {"packs": 1, "max_bytes": 60_000}
     assert events["packs synchronised"] == {"packs": 3, "removed": 2}
+    assert told == events
 
 
 def test_packs_are_made_in_the_background_where_that_is_asked_for(facts: MemoryFactStore, tmp_path: Path) -> None:

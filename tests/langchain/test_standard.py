@@ -1,11 +1,16 @@
 """LangChain's own conformance tests, on a tiny model and on the bundled one."""
 
 import pytest
-from langchain_tests.integration_tests import ChatModelIntegrationTests, RetrieversIntegrationTests
-from langchain_tests.unit_tests import ChatModelUnitTests
+from langchain_tests.integration_tests import (
+    ChatModelIntegrationTests,
+    EmbeddingsIntegrationTests,
+    RetrieversIntegrationTests,
+)
+from langchain_tests.unit_tests import ChatModelUnitTests, EmbeddingsUnitTests
 
-from kp_core import bundled_model
-from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever
+from kp_core import SentenceTransformerEmbedder, bundled_model
+from kp_core.facts.embed import as_embedder
+from kp_langchain import ChatKnowledgePacks, KnowledgePackEmbeddings, KnowledgePackRetriever
 from tests.conftest import roomy_engine
 
 
@@ -111,3 +116,29 @@ class TestRetriever(RetrieversIntegrationTests):
     @property
     def retriever_query_example(self):
         return "What bird is on the flag?"
+
+
+class TestEmbeddingsUnit(EmbeddingsUnitTests):
+    @property
+    def embeddings_class(self):
+        return KnowledgePackEmbeddings
+
+
+class TestEmbeddings(EmbeddingsIntegrationTests):
+    @pytest.fixture(autouse=True)
+    def _parts(self, embedder):
+        self.parts = {"embedder": embedder}
+
+    @property
+    def embeddings_class(self):
+        return KnowledgePackEmbeddings
+
+    @property
+    def embedding_model_params(self):
+        return self.parts
+
+    def test_vectors_are_those_of_fact_stores(self, embedder, facts):
+        embeddings, texts = KnowledgePackEmbeddings(embedder), [fact.text for fact in facts[:3]]
+        assert embeddings.embed_documents(texts) == embedder.embed(texts).tolist()
+        assert embeddings.embed_documents([]) == []
+        assert as_embedder(embeddings).name == SentenceTransformerEmbedder().name == embeddings.model_name
