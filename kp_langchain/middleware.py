@@ -10,6 +10,9 @@ from langchain_core.messages import AnyMessage, BaseMessage, ToolMessage, get_bu
 from langgraph.runtime import Runtime
 
 from kp_core import Session, find_handles, strip_handles
+from kp_core.engines.shared import session_of
+from kp_core.packs.handle import check_namespace
+from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
 from kp_langchain.chat_model import ChatKnowledgePacks
 
@@ -67,8 +70,8 @@ class PackSummarizer:
     go into `namespace`, compiled for the system message.
     """
 
-    def __init__(self, engine: Session, store: Packs, *, namespace: str = "default") -> None:
-        self._engine, self._store, self._namespace = engine, store, namespace
+    def __init__(self, engine: Session, store: Packs | str, *, namespace: str = "default") -> None:
+        self._engine, self._store, self._namespace = session_of(engine), open_packs(store), check_namespace(namespace)
 
     def __call__(self, messages: list[AnyMessage]) -> str:
         """The handles that stand for `messages`."""

@@ -40,6 +40,7 @@ from kp_core.errors import FactError
 from kp_core.facts import Filter
 from kp_core.facts.filters import ORDERED
 from kp_core.packs.codec import Compression
+from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
 
 __all__ = ["KnowledgePackStore", "PackItem", "namespace_of"]
@@ -122,10 +123,10 @@ class KnowledgePackStore(BaseStore):
         compress: Compression = "none",
         ttl: TTLConfig | None = None,
     ) -> None:
-        self._facts, self._packs = open_facts(facts, embedder, path), store
+        self._facts, self._packs = open_facts(facts, embedder, path), open_packs(store)
         self._fields, self.ttl_config = None if fields is None else list(fields), ttl
         self._deliver = partial(
-            Delivery, self._facts, engine, store, kv=kv, compiled_for=compiled_for, compress=compress
+            Delivery, self._facts, engine, self._packs, kv=kv, compiled_for=compiled_for, compress=compress
         )
         self._delivery, self._labels = self._deliver(), dict[str, Labels]()
 

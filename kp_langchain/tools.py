@@ -11,6 +11,7 @@ from langchain_core.tools import BaseTool, StructuredTool
 
 from kp_core import Handle, KnowledgePack, find_handles
 from kp_core.packs.handle import inert
+from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs, PackView
 
 __all__ = ["create_pack_search_tool", "own_handle", "resolve_documents", "to_handles"]
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def create_pack_search_tool(
     retriever: BaseRetriever,
-    store: Packs | PackView,
+    store: Packs | PackView | str,
     *,
     name: str = "search_knowledge",
     description: str = "Search the knowledge base for facts about a question.",
@@ -30,6 +31,7 @@ def create_pack_search_tool(
     The tool reads the retriever's namespace of `store`. For a retriever without one, pass a view of the store.
     """
     namespace = getattr(retriever, "namespace", None)
+    store = _opened(store)
     store = store.view(namespace) if namespace and not isinstance(store, PackView) else store
 
     def search(query: str) -> tuple[str, list[Document]]:
@@ -42,7 +44,7 @@ def create_pack_search_tool(
     )
 
 
-def resolve_documents(found: Iterable[Document | str], store: Packs | PackView) -> list[Document]:
+def resolve_documents(found: Iterable[Document | str], store: Packs | PackView | str) -> list[Document]:
     """Documents and handles as documents of text, to show to people and to cite.
 
     A document's text replaces its handle; all else stays. A string, or a document from another retriever, may hold
@@ -51,7 +53,7 @@ def resolve_documents(found: Iterable[Document | str], store: Packs | PackView) 
 
     Pass a view, `store.view("mine")`, wherever handles come from somebody else: a store is read in all its namespaces.
     """
-    documents: list[Document] = []
+    documents, store = list[Document](), _opened(store)
     for item in found:
         document = Document(item) if isinstance(item, str) else item
         text, handle = document.page_content, own_handle(document)
@@ -71,13 +73,13 @@ def resolve_documents(found: Iterable[Document | str], store: Packs | PackView) 
     return documents
 
 
-def to_handles(documents: Iterable[Document], store: Packs | PackView) -> list[Document]:
+def to_handles(documents: Iterable[Document], store: Packs | PackView | str) -> list[Document]:
     """Documents with text as documents with handles, for use behind a reranker and before the model.
 
     A handle in the metadata is used only if its pack has the document's text, up to blanks around it. A text that was
     rewritten goes to the model as it is, with a logged warning.
     """
-    documents_out = []
+    documents_out, store = [], _opened(store)
     for document in documents:
         handle, text = own_handle(document), document.page_content
         if handle is not None and text != str(handle):
@@ -98,6 +100,11 @@ def own_handle(document: Document) -> Handle | None:
     name = record.get("handle") if isinstance(record, dict) else None
     handles = find_handles(name) if isinstance(name, str) else []
     return handles[0][2] if handles and str(handles[0][2]) == name else None
+
+
+def _opened(store: Packs | PackView | str) -> Packs | PackView:
+    """`store`, or the one at this path. Raises `PackError` for anything else."""
+    return store if isinstance(store, PackView) else open_packs(store)
 
 
 def _peek(store: Packs | PackView, handle: Handle) -> KnowledgePack | None:

@@ -43,6 +43,7 @@ from kp_llamaindex.nodes import REF_DOC, REF_HASH, NumberSources, to_fact, to_no
 from kp_llamaindex.retriever import (
     PACKING,
     KnowledgePackRetriever,
+    check_content,
     delivery_of,
     parameters,
 )
@@ -189,6 +190,7 @@ class KnowledgePackIndex(VectorStoreIndex):
 
     def _readable(self, llm: LLMType | None, settings: dict[str, Any]) -> dict[str, Any]:
         """`settings`, with nodes as text for an LLM that does not resolve handles."""
+        check_content(settings.get("content", "text"))
         if isinstance(llm or self.llm, KnowledgePackLLM) or settings.get("content") == "text":
             return settings
         logger.warning("%s resolves no handles; nodes go to it as text.", type(llm or self.llm).__name__)

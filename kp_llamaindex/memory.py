@@ -12,6 +12,7 @@ from llama_index.core.memory import BaseMemoryBlock
 from llama_index.core.memory.memory import DEFAULT_MEMORY_BLOCKS_TEMPLATE
 
 from kp_core import Handle, Message, PackView
+from kp_core.engines.request import refuse_unknown
 from kp_core.errors import PackNotFoundError
 from kp_core.packs.view import PackRef, Packs
 from kp_core.prompt.conversation import SLOT
@@ -46,6 +47,12 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     max_handles: int = Field(default=4, ge=1)
     lazy: bool = False
     _writing: asyncio.Lock = PrivateAttr(default_factory=asyncio.Lock)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: Any) -> Any:
+        refuse_unknown(given, (*cls.model_fields, "model_name"), cls.__name__)
+        return given
 
     @model_validator(mode="after")
     def _check(self) -> Self:

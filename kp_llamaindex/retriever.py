@@ -31,6 +31,7 @@ __all__ = [
     "PACKING",
     "KnowledgePackPostprocessor",
     "KnowledgePackRetriever",
+    "check_content",
     "delivery_of",
     "parameters",
 ]
@@ -55,7 +56,8 @@ def delivery_of(  # noqa: PLR0913 - one keyword per part it is made of
     `lazy` packs get their KV on first use, others when they are compiled: when the engine is idle, or with
     `precompile="now"` before a search returns.
     """
-    refuse_unknown(settings, PACKING, "The packing of nodes")
+    hint = "A retriever or an engine takes it, e.g. `index.as_query_engine(content=...)`."
+    refuse_unknown(settings, PACKING, "The packing of nodes", {"content": hint})
     kv: Literal["lazy", "stored"] = "lazy" if lazy else "stored"
     settings |= {"namespace": namespace, "precompile": precompile}
     return Delivery(facts, engine, store, kv=kv, compiled_for=compiled_for, **settings)
@@ -91,8 +93,7 @@ class KnowledgePackRetriever(BaseRetriever):
         **packing: Any,
     ) -> None:
         refuse_unknown(packing, PACKING.union(parameters(type(self))), type(self).__name__)
-        if content not in ("handle", "text"):
-            raise FactError(f"Got content={content!r}; expected 'handle' or 'text'.")
+        check_content(content)
         super().__init__(callback_manager=callback_manager, verbose=verbose)
         self.delivery = delivery_of(open_facts(fact_store), store, **packing)
         self.similarity_top_k, self.probes, self.filters = similarity_top_k, probes, filters
@@ -169,6 +170,12 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
         return [
             NodeWithScore(node=packed_nodes.get(at, scored.node), score=scored.score) for at, scored in enumerate(nodes)
         ]
+
+
+def check_content(content: object) -> None:
+    """Raise `FactError` unless nodes can be given as `content`."""
+    if content not in ("handle", "text"):
+        raise FactError(f"Got content={content!r}; expected 'handle' or 'text'.")
 
 
 def parameters(make: Callable[..., Any]) -> list[str]:

@@ -49,14 +49,20 @@ _RENAMED: Mapping[str, Sequence[str]] = {
     "banks": ("namespaces",),
     "foreign": ("mismatch",),
     "inside": ("compiled_for",),
+    "k": ("similarity_top_k",),
+    "top_k": ("k", "similarity_top_k"),
 }
-"""Names of an earlier release, each with the names that may replace it."""
+"""Names of an earlier release or of another library, each with the names that may replace it."""
 _REMOVED: Mapping[str, str] = {
     "co_compile": "It was removed; `keep='always'` keeps what a request computes behind other packs."
 }
 """Options of an earlier release, each with what to do instead."""
-_ONE_ANSWER = "A call gives one answer: call once for each, with another `seed`; the prompt is computed once."
-"""Said to who asks for `n` answers, as OpenAI's API does."""
+_INSTEAD: Mapping[str, tuple[str, str]] = {
+    "n": ("seed", "A call gives one answer: call once for each, with another `seed`; the prompt is computed once."),
+    "view": ("seed", "A model takes `store=` and `namespaces=` when it is made; only a session takes a view."),
+    "search_kwargs": ("k", "Give what is in it by name, e.g. `k=4`."),
+}
+"""Options of other libraries and classes: an option of those that have something instead, and the hint for them."""
 
 _ABOUT: Mapping[str, str] = {
     "max_tokens": "Most tokens to generate; by default 512, or fewer where the context ends sooner.",
@@ -247,15 +253,15 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str, hints:
 
     `hints` say it for some names.
     """
-    names = sorted(known)
+    names = sorted(set(known))
     for name in given:
         if name not in names:
             renamed = [new_name for new_name in _RENAMED.get(name, ()) if new_name in names]
             suggestions = renamed or difflib.get_close_matches(name, names, n=1)
             hint = f"Did you mean {suggestions[0]!r}?" if suggestions else f"Expected some of: {', '.join(names)}."
+            if name in _INSTEAD and _INSTEAD[name][0] in names:
+                hint = _INSTEAD[name][1]
             hint = hints.get(name) or _REMOVED.get(name, hint)
-            if name == "n" and "seed" in names:
-                hint = _ONE_ANSWER
             raise OptionError(f"{what} has no option {name!r}. {hint}")
 
 

@@ -1,0 +1,136 @@
+"""A store by its path, and hints that name what the class has, wherever either may be given."""
+
+import re
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.messages import HumanMessage
+from llama_index.core.llms import MockLLM
+from llama_index.core.schema import TextNode
+
+from kp_core import MemoryFactStore
+from kp_core.errors import FactError, HandleError, ModelError, OptionError, PackError
+from kp_core.testing import HashEmbedder
+from kp_langchain import (
+    ChatKnowledgePacks,
+    KnowledgePackRetriever,
+    create_pack_search_tool,
+    resolve_documents,
+    to_handles,
+)
+from kp_langchain.middleware import PackSummarizer
+from kp_langchain.store import KnowledgePackStore
+from kp_llamaindex import KnowledgePackIndex, KnowledgePackLLM, KnowledgePackMemoryBlock, KnowledgePackPostprocessor
+from kp_llamaindex import KnowledgePackRetriever as LlamaRetriever
+from tests.conftest import tiny_engine
+
+TEXT = "The mill of Veyl has four sails."
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "packs")
+
+
+@pytest.fixture
+def retriever(path):
+    documents = [Document(TEXT, id="mill")]
+    facts = MemoryFactStore(HashEmbedder())
+    settings = {"engine": tiny_engine(), "store": path, "fact_store": facts, "k": 1}
+    return KnowledgePackRetriever.from_documents(documents, **settings)
+
+
+@pytest.fixture
+def index(path):
+    facts = MemoryFactStore(HashEmbedder())
+    return KnowledgePackIndex.from_nodes(
+        [TextNode(text=TEXT)], engine=tiny_engine(), store=path, fact_store=facts, progress=False
+    )
+
+
+def test_a_store_may_be_a_path_in_langchain(path, retriever):
+    message = create_pack_search_tool(retriever, path).invoke(
+        {"type": "tool_call", "id": "1", "name": "search_knowledge", "args": {"query": "mill"}}
+    )
+    assert message.content.startswith("kp:default/")
+    assert [document.page_content for document in message.artifact] == [TEXT]
+    assert [document.page_content for document in resolve_documents([message.content], path)] == [TEXT]
+    assert [document.page_content for document in to_handles(retriever.invoke("mill"), path)] == [message.content]
+    summary = PackSummarizer(tiny_engine(), path)([HumanMessage(TEXT)])
+    assert TEXT in resolve_documents([summary], path)[0].page_content
+    memory = KnowledgePackStore(tiny_engine(), path, embedder=HashEmbedder())
+    memory.put(("a",), "mill", {"text": TEXT})
+    assert memory.get(("a",), "mill").handle.startswith("kp:lg-a/")
+
+
+def test_a_store_may_be_a_path_in_llamaindex(path, index):
+    [found] = index.as_retriever(similarity_top_k=1).retrieve("mill")
+    [again] = LlamaRetriever(index.fact_store, path, similarity_top_k=1).retrieve("mill")
+    assert found.get_content("llm") == again.get_content("llm")
+    llm = KnowledgePackLLM(engine=tiny_engine(), store=path, namespaces="default", max_tokens=1)
+    assert llm.complete(found.get_content("llm")).raw["usage"]["pack_tokens"] > 0
+    packing = KnowledgePackPostprocessor(engine=tiny_engine(), store=path, precompile="now")
+    [packed] = packing.postprocess_nodes([found.model_copy(update={"node": TextNode(text=TEXT)})])
+    assert packed.get_content("llm").startswith("kp:default/")
+    assert KnowledgePackMemoryBlock(engine=tiny_engine(), store=path).text() == ""
+
+
+@pytest.mark.parametrize("store", [7, object()])
+def test_what_is_no_store_is_refused_at_once(store, retriever):
+    calls = [
+        lambda: create_pack_search_tool(retriever, store),
+        lambda: resolve_documents([], store),
+        lambda: to_handles([], store),
+        lambda: PackSummarizer(tiny_engine(), store),
+        lambda: KnowledgePackStore(tiny_engine(), store, embedder=HashEmbedder()),
+        lambda: LlamaRetriever(retriever.fact_store, store),
+        lambda: KnowledgePackPostprocessor(engine=tiny_engine(), store=store),
+    ]
+    for call in calls:
+        with pytest.raises(PackError, match=r"expected a `kp_core.PackStore`, its path"):
+            call()
+
+
+def test_a_summarizer_refuses_what_is_no_engine_and_no_namespace(path):
+    with pytest.raises(ModelError, match="Got a str as engine"):
+        PackSummarizer("bundled", path)
+    with pytest.raises(HandleError, match="namespace"):
+        PackSummarizer(tiny_engine(), path, namespace="Not one")
+
+
+def test_content_that_is_none_is_refused_where_it_is_given(index, path):
+    calls = [
+        lambda: index.as_retriever(content="handles"),
+        lambda: index.as_query_engine(content="handles"),
+        lambda: index.as_query_engine(MockLLM(), content="handles"),
+        lambda: index.as_chat_engine("simple", content="handles"),
+        lambda: LlamaRetriever(index.fact_store, path, content="handles"),
+    ]
+    for call in calls:
+        with pytest.raises(FactError, match="Got content='handles'; expected 'handle' or 'text'"):
+            call()
+    with pytest.raises(OptionError, match=r"no option 'content'\. A retriever or an engine takes it"):
+        KnowledgePackIndex(tiny_engine(), path, index.fact_store, content="handles")
+    with pytest.raises(ValueError, match="'text' or 'handle'"):
+        KnowledgePackRetriever(fact_store=index.fact_store, store=path, content="handles")
+
+
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        (lambda r, _: KnowledgePackRetriever.from_retriever(r, store=r.store, k=4), 'search_kwargs={"k": 4}'),
+        (lambda r, _: KnowledgePackRetriever(fact_store=r.fact_store, store=r.store, top_k=4), "Did you mean 'k'?"),
+        (lambda r, _: KnowledgePackRetriever.from_facts([], store=r.store, engine=None, search_kwargs={}), "`k=4`"),
+        (lambda _, i: i.as_retriever(k=4), "Did you mean 'similarity_top_k'?"),
+        (lambda _, i: i.as_query_engine(top_k=4), "Did you mean 'similarity_top_k'?"),
+        (lambda r, _: ChatKnowledgePacks(view=r.store.view("default")), "`store=` and `namespaces=`"),
+        (lambda r, _: KnowledgePackLLM(view=r.store.view("default")), "`store=` and `namespaces=`"),
+        (lambda *_: ChatKnowledgePacks().bind(view=None), "`store=` and `namespaces=`"),
+        (lambda *_: ChatKnowledgePacks(n=2), "A call gives one answer"),
+        (lambda r, _: KnowledgePackMemoryBlock(store=r.store, max_handle=2), "Did you mean 'max_handles'?"),
+        (lambda r, _: KnowledgePackMemoryBlock(store=r.store, content="text"), "no option 'content'"),
+    ],
+)
+def test_a_hint_names_what_the_class_has(call, hint, retriever, index):
+    with pytest.raises(OptionError, match=re.escape(hint)):
+        call(retriever, index)
