@@ -31,7 +31,7 @@ class KnowledgePackEmbedding(BaseEmbedding):
                 f"Got the embedder {embedder.name!r} and model_name={settings['model_name']!r}. Give the embedder of "
                 f"that model: `embedder=SentenceTransformerEmbedder({settings['model_name']!r})`."
             )
-        super().__init__(**{"model_name": embedder.name, **settings}, embedder=embedder)
+        super().__init__(**{"model_name": embedder.name, **settings, "embedder": embedder})
 
     @classmethod
     def class_name(cls) -> str:

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import kp_core
 from tests.conftest import _smol
@@ -37,8 +36,8 @@ FETCHED = re.compile(
 def one_engine(monkeypatch):
     """Blocks load the bundled model as anybody would; here that takes its seconds once, and each begins empty."""
 
-    def load(dtype):
-        engine = _smol(getattr(torch, dtype))
+    def load():  # Each uses the default dtype.
+        engine = _smol(None)
         engine.clear_cache()
         return engine
 
