@@ -1,5 +1,6 @@
 """Agents whose memory is packs: real model, real LangGraph, real checkpointer."""
 
+import itertools
 import logging
 
 import pytest
@@ -9,6 +10,7 @@ from langchain_core.documents import Document
 from langchain_core.language_models import FakeListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
+from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.types import Command
 
@@ -120,6 +122,56 @@ def test_the_text_agent_grows(model):
     sent = [usage["prompt_tokens"] for usage in steps.usage]
     assert sent == sorted(sent)
     assert sent[-1] > 2 * sent[0]
+
+
+class Searches(AgentMiddleware):
+    """In each turn of a conversation the model calls a tool `count` times, then says a word; notes what it was sent."""
+
+    def __init__(self, count):
+        self.count, self.sent, self.said = count, [], []
+
+    def wrap_model_call(self, request, handler):
+        people = [at for at, message in enumerate(request.messages) if message.type == "human"]
+        called = sum(message.type == "tool" for message in request.messages[people[-1] :])
+        settings = {**request.model_settings, **({} if called < self.count else {"max_tokens": 1})}
+        choice = "any" if called < self.count else "none"
+        answer = handler(request.override(tool_choice=choice, model_settings=settings)).result[0]
+        kp = answer.response_metadata["kp"]
+        self.sent.append((kp["prompt_tokens"], kp["pack_tokens"]))
+        self.said.append((answer.text, [(call["name"], call["args"]) for call in answer.tool_calls]))
+        return answer
+
+
+def talk(model, tool, count, *middleware):
+    """Four turns of one conversation."""
+    searches, config = Searches(count), {"configurable": {"thread_id": "1"}}
+    agent = create_agent(model, [tool], middleware=[*middleware, searches], checkpointer=InMemorySaver())
+    for number in range(4):
+        agent.invoke({"messages": [HumanMessage(f"How many boats were there in the year 170{number}?")]}, config)
+    return searches
+
+
+@pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
+def test_packs_in_place_are_the_prompts_and_calls_of_text(model, pages):
+    model = model.model_copy(update={"placement": "in_place"})
+    text, packs = talk(model, reader(PAGES), 1), talk(model, reader(pages), 1)
+    assert [sum(tokens) for tokens in packs.sent] == [sum(tokens) for tokens in text.sent]
+    assert packs.said == text.said
+    assert packs.sent[-1][1] > 100
+
+
+@pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
+def test_over_turns_a_compacted_prompt_grows_by_words_and_not_by_searches(model, pages):
+    growths = []
+    for count in (1, 2):
+        searches = talk(model, reader(pages), count, KnowledgePackMiddleware())
+        sent = [prompt for prompt, _ in searches.sent]
+        per_turn = [sent[at : at + count + 1] for at in range(0, len(sent), count + 1)]
+        for turn in per_turn:
+            assert max(turn[1:]) == min(turn[1:])  # However often it searches.
+        ends = [turn[-1] for turn in per_turn]
+        growths += [later - earlier for earlier, later in itertools.pairwise(ends)]
+    assert max(growths) - min(growths) <= 4  # A word of the tiny model is a token or a few bytes.
 
 
 def test_a_checkpointer_keeps_packs_across_processes(model, pages, tmp_path):
