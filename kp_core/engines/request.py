@@ -86,8 +86,9 @@ _ABOUT: Mapping[str, str] = {
         "`in_place`: a pack stands where its handle stood. `system`: all packs go to the head of the system message."
     ),
     "compact": (
-        "Tool exchanges that brought nothing but packs shrink to the latest call and one short line, so that "
-        "a prompt stays as long as it was however often an agent searched."
+        "Tool exchanges that brought nothing but packs shrink to the latest call and one short line for each message "
+        "of the user, so that a prompt stays as long as it was however often an agent searched for it. This is another "
+        "prompt than that of text in place, so a model may answer otherwise."
     ),
     "recognise": ("Exact texts of packs, in messages of trusted roles, are read from their KV."),
     "order": (
