@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 __all__ = ["Listener", "is_heard", "log_event", "subscribe"]
 
-Listener: TypeAlias = Callable[[str, Mapping[str, float]], object]
+Listener: TypeAlias = Callable[[str, Mapping[str, float | str]], object]
 """Takes the name of an event and its counts. It is called in the thread that did the work, so it must be quick, and it
 must not call an engine or a store."""
 

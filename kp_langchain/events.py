@@ -34,7 +34,7 @@ def telling(run: Run | None) -> Iterator[None]:
         _run.reset(token)
 
 
-def _tell(name: str, counts: Mapping[str, float]) -> None:
+def _tell(name: str, counts: Mapping[str, float | str]) -> None:
     if (run := _run.get()) is not None:
         about = {"run_id": run.run_id, "tags": run.tags, "metadata": run.metadata}
         handle_event(run.handlers, "on_custom_event", "ignore_custom_event", name, dict(counts), **about)

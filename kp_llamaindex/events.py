@@ -19,7 +19,7 @@ class PackEvent(BaseEvent):
     """Packs were found, compiled, read or synchronised, or KV was evicted; also in the background."""
 
     name: str = Field(description="The name in the debug log (`kp_event`), e.g. `packs found`.")
-    counts: dict[str, float] = Field(description="The counts of the event, e.g. `units` and `packs`.")
+    counts: dict[str, float | str] = Field(description="The counts of the event, e.g. `units` and `packs`.")
 
     @classmethod
     def class_name(cls) -> str:
@@ -27,7 +27,7 @@ class PackEvent(BaseEvent):
         return "PackEvent"
 
 
-def _tell(name: str, counts: Mapping[str, float]) -> None:
+def _tell(name: str, counts: Mapping[str, float | str]) -> None:
     _dispatcher.event(PackEvent(name=name, counts=dict(counts)))
 
 

@@ -220,9 +220,9 @@ def test_what_happens_to_packs_is_in_the_debug_log_with_counts(
     engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer())
     made = Delivery(None, engine, PackStore(tmp_path, max_bytes=60_000), namespace="default")
     hits = [Hit(Fact(f"The {number}. ship of Veyl came in at dawn."), 0.5) for number in range(3)]
-    root, broken, told = logging.getLogger(), Raises(), dict[str, dict[str, float]]()
+    root, broken, told = logging.getLogger(), Raises(), dict[str, dict[str, float | str]]()
 
-    def listen(name: str, counts: Mapping[str, float]) -> None:
+    def listen(name: str, counts: Mapping[str, float | str]) -> None:
         told[name] = dict(counts)
         raise RuntimeError(name)
 
