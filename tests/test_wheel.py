@@ -8,7 +8,9 @@ import subprocess
 import sys
 import venv
 import zipfile
-from importlib.metadata import PathDistribution, distribution
+from collections import Counter
+from functools import cache
+from importlib.metadata import PathDistribution, distribution, distributions
 from pathlib import Path
 
 import pytest
@@ -72,16 +74,24 @@ def needed(wheel, extra):
     return {canonicalize_name(name) for name, _ in names}
 
 
+@cache
+def owners():
+    """How many distributions have files in each entry of site-packages."""
+    return Counter(top for package in distributions() for top in {file.parts[0] for file in package.files or ()})
+
+
 def environment(folder, wheel, names):
     """A virtual environment with the wheel and links to the named distributions; the path of its Python."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     [site] = folder.glob("lib/python*/site-packages")
     for name in names:
-        for file in distribution(name).files or ():
-            if ".." not in file.parts and file.suffix != ".pth" and Path(file.locate()).exists():
-                (site / file).parent.mkdir(parents=True, exist_ok=True)
-                (site / file).symlink_to(Path(file.locate()).resolve())
+        files = [file for file in distribution(name).files or () if ".." not in file.parts and file.suffix != ".pth"]
+        for path in {Path(file.parts[0]) if owners()[file.parts[0]] == 1 else Path(file) for file in files}:
+            there = Path(distribution(name).locate_file(path)).resolve()
+            if there.exists():
+                (site / path).parent.mkdir(parents=True, exist_ok=True)
+                (site / path).symlink_to(there)
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel]
     subprocess.run(install, check=True)  # noqa: S603
     return python
