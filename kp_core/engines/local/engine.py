@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +15,9 @@ from kp_core.engines.local.buffer import Cancelled, KVBuffer
 from kp_core.engines.local.fill import Run, attention, match, prefill
 from kp_core.engines.local.grammar import Grammars
 from kp_core.engines.local.model import Model
-from kp_core.engines.local.scheduler import OUT_OF_MEMORY, Decoding, Scheduler
+from kp_core.engines.local.scheduler import Decoding, Scheduler
 from kp_core.engines.local.tree import Node, PrefixTree
-from kp_core.errors import BusyError, CacheBudgetError
+from kp_core.errors import BusyError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan import Plan
@@ -28,7 +27,6 @@ __all__ = ["LocalEngine"]
 _WINDOW = 256
 """Plans of `kv` examined together: enough to find several with the same prefix, few enough to hold in memory."""
 _MOST_TEXTS, _MOST_TOKENS = 16, 512  # Of one pass.
-_Result = TypeVar("_Result")
 
 
 class LocalEngine:
@@ -117,7 +115,7 @@ class LocalEngine:
     def attention(self, plan: Plan, layers: int | None = None) -> Tensor | None:
         """See `AttendingEngine.attention`."""
         self._check()
-        return attention(self, plan, layers)
+        return self.scheduler.twice(lambda: attention(self, plan, layers))
 
     def found(self, plan: Plan) -> int:
         """See `CachingEngine.found`."""
@@ -127,7 +125,7 @@ class LocalEngine:
 
     def pin(self, plan: Plan) -> Node:
         """See `CachingEngine.pin`."""
-        run = self.twice(lambda: prefill(self, plan, len(plan.prompt), logits=False))
+        run = self.scheduler.twice(lambda: prefill(self, plan, len(plan.prompt), logits=False))
         try:
             return run.path.pin()
         finally:
@@ -153,31 +151,12 @@ class LocalEngine:
             )
         self._renew()
 
-    def twice(self, compute: Callable[[], _Result]) -> _Result:
-        """The result of `compute`. If the device has too little memory, frees what no request uses, and tries again.
-
-        Raises `CacheBudgetError` if it then still has too little.
-        """
-        with suppress(torch.OutOfMemoryError):
-            return compute()
-        # Here the error is gone, and with it the tensors of the failed pass.
-        self.clear_cache()
+    def _answer(self, plan: Plan, sampler: Callable[[Tensor, int], int], stream: TokenStream) -> Iterator[int]:
+        room, asks = len(plan.prompt) + plan.token_budget, plan.token_budget > 0
         try:
-            return compute()
-        except torch.OutOfMemoryError as error:
-            raise CacheBudgetError(OUT_OF_MEMORY) from error
-
-    def _start(self, plan: Plan, stream: TokenStream, room: int, *, asks: bool = False) -> Run | None:
-        """Prefill the prompt. Returns `None` when the request was cancelled meanwhile."""
-        try:
-            return self.twice(lambda: prefill(self, plan, len(plan.prompt) + room, asks=asks, limit=stream.limit))
+            run = self.scheduler.twice(lambda: prefill(self, plan, room, asks=asks, limit=stream.limit))
         except Cancelled:
             stream.finish = "cancelled"
-            return None
-
-    def _answer(self, plan: Plan, sampler: Callable[[Tensor, int], int], stream: TokenStream) -> Iterator[int]:
-        run = self._start(plan, stream, plan.token_budget, asks=plan.token_budget > 0)
-        if run is None:
             return
         tokens: list[int] = []
         # Answers whose prompts begin with the same KV are decoded over the same keys.
@@ -207,15 +186,20 @@ class LocalEngine:
             run.close(tokens)
 
     def _forced(self, plan: Plan, stream: TokenStream) -> Iterator[int]:
-        run = self._start(plan, stream, len(plan.forced))
-        if run is None:
-            return
-        _tell(stream, run)
+        def scored() -> list[float]:
+            run = prefill(self, plan, len(plan.prompt) + len(plan.forced), limit=stream.limit)
+            try:
+                _tell(stream, run)
+                return self._losses(run, plan.forced)
+            finally:
+                run.close()
+
         try:
-            stream.losses = self._losses(run, plan.forced)
-            yield from plan.forced
-        finally:
-            run.close()
+            stream.losses = self.scheduler.twice(scored)
+        except Cancelled:
+            stream.finish = "cancelled"
+            return
+        yield from plan.forced
 
     def _losses(self, run: Run, tokens: Sequence[int]) -> list[float]:
         """The negative log-probability of each of `tokens` after `run`.
@@ -258,10 +242,10 @@ def _computed(engine: LocalEngine, plans: Iterable[Plan]) -> Iterator[KVTensors]
         results: dict[int, KVTensors] = {}
         upcoming = 0
         for batch in sorted(_batches(engine, window), key=min):
-            kvs: list[KVTensors] = []
-            with suppress(torch.OutOfMemoryError):  # Alone, they need less.
-                kvs = _together(engine, [window[index] for index in batch]) if len(batch) > 1 else []
-            kvs = kvs or [engine.twice(partial(_alone, engine, window[index])) for index in batch]
+            together: list[KVTensors] = []
+            if len(batch) > 1:  # Without the memory for it, each is computed alone, which needs less.
+                together = engine.scheduler.twice(partial(_together, engine, [window[at] for at in batch]), list)
+            kvs = together or [engine.scheduler.twice(partial(_alone, engine, window[at])) for at in batch]
             results.update(zip(batch, kvs, strict=True))
             while upcoming in results:
                 yield results.pop(upcoming)
