@@ -51,7 +51,7 @@ FAULTS = (
         f"{_ENGINES}/test_scheduler.py",
     ),
     Fault("kp_core/engines/hf/rows.py", "ends % TILE,", "(ends + 1) % TILE,", f"{_ENGINES}/test_scheduler.py"),
-    Fault("kp_core/engines/local/buffer.py", "layer.keys[:, :, stop:end] = 0", "pass", f"{_ENGINES}/test_attention.py"),
+    Fault("kp_core/engines/local/buffer.py", "side[:, :, stop:end] = 0", "pass", f"{_ENGINES}/test_attention.py"),
     Fault(
         "kp_core/engines/local/buffer.py",
         "side[:, :, self.length] = token",

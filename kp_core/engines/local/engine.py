@@ -34,7 +34,8 @@ class LocalEngine:
 
     `identity` gives the fingerprint, and may take seconds. `check` is called before each request, and raises when the
     model has changed. After `renew`, both go by the model as it is then. `cache_bytes` is the budget for all KV in
-    memory: the buffers of requests and the prefix tree. `pass_tokens` is the most tokens of one forward pass.
+    the memory of the device: the buffers of requests and the prefix tree. What the tree evicts moves to host memory,
+    up to `host_cache_bytes`. `pass_tokens` is the most tokens of one forward pass.
 
     Several threads may call it. Prompts are prefilled one at a time, first come, first served. Answers are decoded
     together or in turns. A request that does not fit into the budget beside the answers under way waits for them.
@@ -49,6 +50,7 @@ class LocalEngine:
         check: Callable[[], None],
         cache_bytes: int,
         pass_tokens: int,
+        host_cache_bytes: int = 0,
         renew: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
@@ -60,11 +62,12 @@ class LocalEngine:
         self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
         self.pass_tokens = pass_tokens
         """Most tokens of one forward pass."""
-        self.tree = PrefixTree(cache_bytes, has_states=bool(model.shape.states))
+        has_states = bool(model.shape.states)
+        self.tree = PrefixTree(cache_bytes, has_states=has_states, host_bytes=host_cache_bytes)
         """The KV that prompts with the same beginning share."""
         self.pool = model.pool(self.tree, cache_bytes)
         """The buffers of requests."""
-        self.scheduler = Scheduler(model, self.clear_cache)
+        self.scheduler = Scheduler(model, self.free_memory)
         """Gives the model to one forward pass at a time."""
         eos = getattr(tokenizer, "eos_token_id", None)
         self._end_tokens = frozenset(model.end_tokens | ({eos} if isinstance(eos, int) else set()))
@@ -140,6 +143,11 @@ class LocalEngine:
     def clear_cache(self) -> None:
         """Drop all KV that is neither pinned nor in use, and all idle buffers."""
         self.tree.clear()
+        self.pool.clear()
+
+    def free_memory(self) -> None:
+        """Free what no request uses in the memory of the device."""
+        self.tree.vacate()
         self.pool.clear()
 
     def refresh(self) -> None:

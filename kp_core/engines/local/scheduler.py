@@ -89,8 +89,8 @@ class Scheduler:
             if not is_out_of_memory(error):
                 raise
         # Here the error is gone, and with it the tensors of the failed pass.
-        self._free_unused()
         try:
+            self._free_unused()
             return (again or compute)()
         except Exception as error:
             if not is_out_of_memory(error):
