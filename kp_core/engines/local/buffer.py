@@ -113,7 +113,7 @@ class BufferLayer:
         return self.memory[1]
 
     def arrive(self) -> None:
-        """Wait for copies that are under way."""
+        """Wait for the copies that are under way."""
         while self.arrivals:
             self.arrivals.pop(0)()
 
@@ -255,11 +255,6 @@ class KVBuffer:
     def takes(self, kv: KVTensors) -> bool:
         """Whether `kv` is copied from the host as it is, beside what is computed."""
         return self._copies is not None and kv.dtype == self.shape.dtype and self._copies.takes(kv)
-
-    def arrive(self) -> None:
-        """Wait for copies that are under way."""
-        for layer in self.layers:
-            layer.arrive()
 
     def holds(self, kv: KVTensors) -> bool:
         """Whether `kv` is a view of the memory right after the filled tokens, so that it is already in place."""

@@ -154,7 +154,6 @@ class Run:
                 self._fill_plain()
             else:
                 self._fill_steered(plain_kv)
-            self.buffer.arrive()  # The next request may read what this one put into the tree.
             self.path.place(self.buffer.read, self._model.shape.device)
         except BaseException:
             self.close()
@@ -175,7 +174,6 @@ class Run:
         prompt_tokens, stop = len(self.plan.prompt), self.buffer.length
         if answer and stop > prompt_tokens and self.path.is_open and self.path.tokens == prompt_tokens:
             self.path.extend(tuple(answer[: stop - prompt_tokens]), self.buffer.read(prompt_tokens, stop))
-        self.buffer.arrive()
         self.buffer.note(self.path.held)
         self.path.release()
         self._engine.pool.give(self.buffer)

@@ -465,7 +465,7 @@ class PrefixTree:
         """See `Path.place`."""
         nodes, stop = list(node.line)[::-1], 0
         for part in nodes:
-            part.users += 1  # Making room must not evict them.
+            part.users += 1  # Making room for one must not evict another.
         try:
             for part in nodes:
                 start, stop = stop, stop + len(part.ids)

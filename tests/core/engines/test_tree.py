@@ -254,3 +254,21 @@ def test_what_is_pinned_or_in_use_does_not_move_to_the_host():
     tree.clear()
     assert len(tree) == 1, "it is in use"
     path.release()
+
+
+def test_a_path_that_does_not_fit_whole_comes_back_in_part():
+    tree, ids = PrefixTree(8 * 4, host_bytes=8 * 100), (1, 2, 3, 4, 5)
+    insert(tree, ids[:3], logits=False)
+    tree.vacate()
+    insert(tree, ids, logits=False)
+    path = tree.match(ids, logits=False)
+    path.place(lambda start, stop: kv(ids[start:stop], start), torch.device("cpu"))
+    tree.vacate()
+    path.place(lambda start, stop: kv(ids[start:stop], start), torch.device("cpu"))
+    assert (tree.nbytes, tree.host_nbytes) == (8 * 2, 8 * 3), "the last node is in use and stays"
+    path.release()
+    tree.vacate()
+    path = tree.match(ids, logits=False)
+    path.place(lambda start, stop: kv(ids[start:stop], start), torch.device("cpu"))
+    assert (tree.nbytes, tree.host_nbytes) == (8 * 3, 8 * 2), "the first one is not moved out for the last"
+    path.release()
