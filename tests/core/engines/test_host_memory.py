@@ -15,8 +15,12 @@ from tests.parity.families import model_of
 TEXT = "Pier 7 has 12 boats, and pier 8 has 3. " * 3
 QUAYS = [f"Quay {number} has {number} cranes and {3 * number} boats.\n" for number in range(1, 4)]
 ASKED = "How many boats?"
-KINDS = ["llama", "gemma3_text", "deepseek_v3", "qwen3_next"]
-"""Plain, windows, latents, and states of recurrent layers."""
+KINDS = [
+    "llama",
+    "qwen3_next",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma3_text", "deepseek_v3")),
+]
+"""Plain, states of recurrent layers, windows, latents."""
 
 
 def engine_of(kind="llama", host_cache_bytes=50_000_000):
