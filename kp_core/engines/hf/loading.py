@@ -135,9 +135,9 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         free = torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else 0
         cache_bytes = default_cache_bytes(place, memory_bytes(place), free)
     if host_cache_bytes is None:
-        # Pinned memory comes in powers of two, so this is up to a quarter of the memory. Several devices have none.
-        has_tier = causal.shape.device.type == "cuda" and not causal.shape.devices
-        host_cache_bytes = memory_bytes(torch.device("cpu")) // 8 if has_tier else 0
+        # Pinned memory comes in powers of two, so this is up to a quarter of the memory.
+        is_cuda = causal.shape.device.type == "cuda"
+        host_cache_bytes = memory_bytes(torch.device("cpu")) // 8 if is_cuda else 0
     engine = LocalEngine(
         causal,
         hf_tokenizer,

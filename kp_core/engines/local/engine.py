@@ -35,7 +35,7 @@ class LocalEngine:
     `identity` gives the fingerprint, and may take seconds. `check` is called before each request, and raises when the
     model has changed. After `renew`, both go by the model as it is then. `cache_bytes` is the budget for all KV in
     the memory of the device: the buffers of requests and the prefix tree. What the tree evicts moves to host memory,
-    up to `host_cache_bytes`. `pass_tokens` is the most tokens of one forward pass.
+    up to `host_cache_bytes`, unless layers are on several devices. `pass_tokens` is the most tokens of one pass.
 
     Several threads may call it. Prompts are prefilled one at a time, first come, first served. Answers are decoded
     together or in turns. A request that does not fit into the budget beside the answers under way waits for them.
@@ -62,8 +62,8 @@ class LocalEngine:
         self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
         self.pass_tokens = pass_tokens
         """Most tokens of one forward pass."""
-        has_states = bool(model.shape.states)
-        self.tree = PrefixTree(cache_bytes, has_states=has_states, host_bytes=host_cache_bytes)
+        host_bytes = 0 if model.shape.devices else host_cache_bytes
+        self.tree = PrefixTree(cache_bytes, has_states=bool(model.shape.states), host_bytes=host_bytes)
         """The KV that prompts with the same beginning share."""
         self.pool = model.pool(self.tree, cache_bytes)
         """The buffers of requests."""
