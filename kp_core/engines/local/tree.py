@@ -75,9 +75,9 @@ class Node:
             node = node.parent
 
     @property
-    def below(self) -> list[Node]:
-        """The children of this node, in a list of its own."""
-        return list(itertools.chain.from_iterable(self.children.values()))
+    def below(self) -> Iterator[Node]:
+        """The children of this node."""
+        return itertools.chain.from_iterable(self.children.values())
 
     @property
     def nbytes(self) -> int:
@@ -445,7 +445,7 @@ class PrefixTree:
 
     def _drop(self, node: Node) -> bool:
         """Drop a node and what is below it, except what is pinned or in use. Returns whether the node was dropped."""
-        for child in node.below:
+        for child in list(node.below):
             self._drop(child)
         if node.children or node.pins or node.users or node.parent is None:
             return False
