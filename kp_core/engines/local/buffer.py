@@ -117,17 +117,12 @@ class BufferLayer:
         while self.arrivals:
             self.arrivals.pop(0)()
 
-    def place(self, keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Count new tokens, `(1, kv_heads, new, head_dim)`, as filled. Returns where they go, each with the source."""
-        start, count = self.length, keys.shape[2]
-        self.length = start + count
-        return [(own.narrow(2, start, count), new) for own, new in zip(self.memory, (keys, values), strict=True)]
-
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Append the new tokens."""
-        self.arrive()
-        for place, new in self.place(keys, values):
-            place.copy_(new)
+        start, count = self.length, keys.shape[2]
+        self.length = start + count
+        self.keys.narrow(2, start, count).copy_(keys)
+        self.values.narrow(2, start, count).copy_(values)
 
     def put(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
         """Write tokens to `places`; `length` stays."""
@@ -242,10 +237,12 @@ class KVBuffer:
         if self.holds(kv):
             self.passed(self.length + kv.tokens)
         elif self.takes(kv) and self._copies is not None:
-            layers = zip(self.layers, kv.keys, kv.values, strict=True)
-            pairs = [layer.place(key[None], value[None]) for layer, key, value in layers]
+            start, sides = self.length, zip(kv.keys, kv.values, strict=True)
+            places = [[own.narrow(2, start, kv.tokens)[0] for own in layer.memory] for layer in self.layers]
+            pairs = [list(zip(place, side, strict=True)) for place, side in zip(places, sides, strict=True)]
             for layer, arrival in zip(self.layers, self._copies.start(pairs), strict=True):
                 layer.arrivals.append(arrival)
+                layer.length = start + kv.tokens
         else:
             for layer, key, value in zip(self.layers, kv.keys, kv.values, strict=True):
                 layer.write(key[None], value[None])

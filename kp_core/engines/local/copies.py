@@ -58,7 +58,7 @@ class CopyStream:
             for pairs in layers:
                 for target, source in pairs:
                     # Torch copies what is not contiguous through memory that is not pinned. Each head is contiguous.
-                    parts = [(target, source)] if source.is_contiguous() else zip(target[0], source[0], strict=True)
+                    parts = [(target, source)] if source.is_contiguous() else zip(target, source, strict=True)
                     for part, source_part in parts:
                         part.copy_(source_part, non_blocking=True)
                     target.record_stream(stream)
