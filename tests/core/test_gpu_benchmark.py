@@ -69,6 +69,7 @@ def test_every_part_runs_on_a_bare_machine_without_an_accelerator(bare, tmp_path
     parity, timed, rows = figures["parity"], figures["speed"], figures["rows"]
     assert figures["parity_differs"] == []
     assert {"llama", "qwen3_moe", "gemma3_text", "deepseek_v3", "qwen3_next"} <= {row["model"] for row in parity}
+    assert {row["dtype"] for row in parity} == {"float32", "bfloat16", "float16"}
     plain = parity[0]
     assert {plain[name] for name in ("exact", "naive", "splice", "blend")} == {"right"}
     ways = {plain[name] for name in ("memory", "host", "disk", "turn", "batch", "select", "steered")}
