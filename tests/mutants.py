@@ -51,7 +51,7 @@ FAULTS = (
         f"{_ENGINES}/test_scheduler.py",
     ),
     Fault("kp_core/engines/hf/rows.py", "ends % TILE,", "(ends + 1) % TILE,", f"{_ENGINES}/test_scheduler.py"),
-    Fault("kp_core/engines/local/buffer.py", "layer.keys[:, :, stop:end] = 0", "pass", f"{_ENGINES}/test_attention.py"),
+    Fault("kp_core/engines/local/buffer.py", "side[:, :, stop:end] = 0", "pass", f"{_ENGINES}/test_attention.py"),
     Fault(
         "kp_core/engines/local/buffer.py",
         "side[:, :, self.length] = token",
@@ -80,14 +80,14 @@ FAULTS = (
     Fault("kp_core/engines/local/tree.py", "node.begin += at", "node.begin += at - 1", f"{_ENGINES}/test_tree.py"),
     Fault(
         "kp_core/engines/local/tree.py",
-        "if not (node.children or node.pins or node.users)",
-        "if not (node.children or node.users)",
+        "return not (node.pins or node.users or any",
+        "return not (node.users or any",
         f"{_ENGINES}/test_tree.py",
     ),
     Fault(
         "kp_core/engines/local/tree.py",
-        "node.kv, node = node.kv.clone(), node.parent",
-        "node = node.parent",
+        "node.kv = node.kv.clone()",
+        "pass",
         f"{_ENGINES}/test_tree.py",
     ),
     Fault(

@@ -81,7 +81,9 @@ def _device(name: str | None) -> torch.device:
         found = torch.device(name) if name else torch.accelerator.current_accelerator()
         if found is None or (found.type == "cuda" and not torch.cuda.is_available()):
             reason = next((str(warning.message) for warning in said), "torch finds no accelerator on this machine")
-            raise RuntimeError(f"{reason}. To try the command on a CPU: --device cpu --shape tiny --minutes 2")
+            raise RuntimeError(
+                f"{reason.rstrip('.')}. To try the command on a CPU: --device cpu --shape tiny --minutes 2"
+            )
     torch.zeros(1, device=found).add_(1).item()
     return found
 

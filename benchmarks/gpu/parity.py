@@ -3,7 +3,8 @@
 One row for each model and dtype, one column for each way to an answer, compared with the answer to the plain string in
 the same engine with nothing reused:
 
-- `memory`, `disk`: the pack from the prefix tree, and from its file. `turn`: a second turn behind a decoded answer.
+- `memory`, `host`, `disk`: the pack from the prefix tree on the device, from host memory, and from its file.
+- `turn`: a second turn behind a decoded answer.
 - `batch`: four at once, each compared with itself alone.
 - `select`: one of two packs, chosen by attention, compared with the text of that one.
 - `steered`: a steered prompt that is read from the tree, compared with the same computed anew.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from transformers import PreTrainedModel
 from benchmarks.gpu.report import Report
 from kp_core import Generation, PackStore, Session, load_engine
 from kp_core.compose import BlendComposer, ExactComposer, NaiveComposer, SpliceComposer
+from kp_core.engines.local.engine import LocalEngine
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
 from kp_core.testing import ARCHITECTURES, check_composer, tiny_model, tiny_tokenizer
 from tests.parity.families import QUICK, model_of
@@ -44,24 +46,31 @@ _FACTS = "".join(f"Pier {n} has {3 * n + 2} boats, and pier {n + 9} has {n * n +
 _OTHER, _ASKED = "Quay 5 has no boats at all.\n", "How many boats?"
 _PAIRS = [("I am glad.", "I am sad."), ("It is warm.", "It is cold.")]
 _COMPOSERS = {"exact": ExactComposer(), "naive": NaiveComposer(), "splice": SpliceComposer(), "blend": BlendComposer()}
-_COLUMNS = ("memory", "disk", "turn", "batch", "select", "steered", "generate", "cpu", *_COMPOSERS)
+_COLUMNS = ("memory", "host", "disk", "turn", "batch", "select", "steered", "generate", "cpu", *_COMPOSERS)
 
 
 def run(report: Report) -> None:
-    """All rows, the most telling first, while there is time; one of each kind in float32 whatever the time."""
+    """All rows, the most telling first, while there is time; one of each kind in float32 whatever the time.
+
+    On a CPU, one of each kind in float32, and the first in other dtypes.
+    """
     kinds = list(dict.fromkeys((*_KINDS, *ARCHITECTURES, *QUICK)))
     parts = kinds[: len(_KINDS)], kinds[len(_KINDS) :]
     wanted = [(kind, dtype) for part in parts for dtype in _DTYPES for kind in part]
-    for number, (kind, dtype) in enumerate(wanted):
-        if not report.has_time(0.35) and number >= len(_KINDS):
-            report.cannot(f"parity of {len(wanted) - number} more of {len(wanted)} models", "no time left")
-            break
-        with report.trying(f"parity of {kind} in {dtype}"):
-            report.add("parity", {"model": kind, "dtype": dtype, **_row(kind, _DTYPES[dtype], report.device)})
-    rows = report.figures.get("parity", [])
-    different = [f"{row['model']} {row['dtype']} {name}" for row in rows for name in row if "DIFFERS" in str(row[name])]
-    report.figures["parity_differs"] = different
-    report.show("parity", [f"{len(rows)} models, {len(different)} differences: {', '.join(different) or 'none'}"])
+    if report.device.type == "cpu":  # There, tests compare the others.
+        wanted = [*wanted[: len(_KINDS)], *((_KINDS[0], dtype) for dtype in _DTYPES if dtype != "float32")]
+    try:
+        for number, (kind, dtype) in enumerate(wanted):
+            if not report.has_time(0.35) and number >= len(_KINDS):
+                report.cannot(f"parity of {len(wanted) - number} more of {len(wanted)} models", "no time left")
+                break
+            with report.trying(f"parity of {kind} in {dtype}"):
+                report.add("parity", {"model": kind, "dtype": dtype, **_row(kind, _DTYPES[dtype], report.device)})
+    finally:
+        rows = report.figures.get("parity", [])
+        bad = [f"{row['model']} {row['dtype']} {name}" for row in rows for name in row if "DIFFERS" in str(row[name])]
+        report.figures["parity_differs"] = bad
+        report.show("parity", [f"{len(rows)} models, {len(bad)} differences: {', '.join(bad) or 'none'}"])
 
 
 def _row(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -69,7 +78,8 @@ def _row(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     on_cpu = copy.deepcopy(model)
     model = (model if dtype == torch.float32 else _converted(kind, dtype)).to(device)
     plain = copy.deepcopy(model)  # Some models change their buffers as they run.
-    engine = load_engine(model, tokenizer=tiny_tokenizer(), chunk_tokens=48, cache_bytes=50_000_000)
+    options: dict[str, Any] = {"chunk_tokens": 48, "cache_bytes": 50_000_000, "host_cache_bytes": 50_000_000}
+    engine = load_engine(model, tokenizer=tiny_tokenizer(), **options)
     with tempfile.TemporaryDirectory() as folder:
         answers = _Answers(engine, PackStore(folder), folder)
         found: dict[str, Any] = {"bitwise": "bitwise" in engine.engine.supports}
@@ -104,7 +114,7 @@ class _Answers:
 
     def ways(self) -> dict[str, Callable[[], tuple[Any, Any]]]:
         """Each way to an answer, with what it is compared with."""
-        return {name: getattr(self, f"_{name}") for name in _COLUMNS[:6]}
+        return {name: getattr(self, f"_{name}") for name in _COLUMNS[:7]}
 
     def compared(self, found: Any, expected: Any) -> str:  # noqa: ANN401 - generations, or lists of them
         """How two answers compare, or the worst of several."""
@@ -114,6 +124,14 @@ class _Answers:
 
     def _memory(self) -> tuple[Generation, Generation]:
         return self._pack(self._store), self.text()
+
+    def _host(self) -> tuple[Generation, Generation]:
+        self._pack(self._store)
+        cast("LocalEngine", self._engine.engine).free_memory()
+        found = self._pack(self._store)
+        if found.usage.computed_tokens:
+            raise RuntimeError(f"Got {found.usage}; expected nothing to be computed.")
+        return found, self.text()
 
     def _disk(self) -> tuple[Generation, Generation]:
         self._engine.clear_cache()

@@ -41,7 +41,9 @@ class Report:
     def _write(self) -> None:
         self.figures["seconds"] = round(time.monotonic() - self._start, 1)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(self.figures, indent=1) + "\n", encoding="utf-8")
+        written = self._path.with_suffix(".part")  # A run may be killed while it writes.
+        written.write_text(json.dumps(self.figures, indent=1) + "\n", encoding="utf-8")
+        written.replace(self._path)
 
     def cannot(self, what: str, why: object) -> None:
         """Say in one line what was not run, and why."""

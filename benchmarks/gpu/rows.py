@@ -40,13 +40,14 @@ _BACKENDS = {
 _HEADS, _KV_HEADS, _DIM = 32, 8, 128
 
 
+@torch.inference_mode()
 def run(report: Report) -> None:
     """All rows, while there is time."""
     device = report.device
     is_small = device.type == "cpu"
     counts = _COUNTS[:6] if is_small else _COUNTS
     dtypes = [torch.bfloat16, torch.float16, torch.float32]
-    with torch.inference_mode():
+    try:
         for dtype in dtypes if device.type != "mps" else dtypes[1:]:
             for name, (width, out) in (_SMALL if is_small else _LAYERS).items():
                 with report.trying(f"rows of {name} in {dtype}"):
@@ -60,7 +61,8 @@ def run(report: Report) -> None:
         with report.trying("masks"):
             for stop in (512, 1024) if is_small else (1024, 4096, 32768):
                 report.add("rows", _masks(stop, 256 if is_small else 1024, device))
-    report.show("rows")
+    finally:
+        report.show("rows")
 
 
 def _layer(  # noqa: PLR0913 - the sizes of a layer, and where it is

@@ -3,7 +3,8 @@
 - bandwidth: GB/s of a copy of 256 MB on the device, from and to pinned and pageable memory, and from disk; TFLOP/s of a
   matrix product in the dtype of the model.
 - time to first token, seconds, behind a pack of `tokens` tokens: `text` with nothing reused, the pack in the memory of
-  the device, in pinned host memory, and on disk (dropped from the system's cache), and `floor`: one pass of plain
+  the device, in pinned host memory, where the prefix tree moved it, and on disk (dropped from the system's cache), and
+  `floor`: one pass of plain
   transformers over the same last tokens behind a cache that holds the rest; `padded`: the same pass padded to `_PADDED`
   tokens, the price of a row-invariant one (`benchmarks.gpu.rows`). `text_bound` is 2 · parameters · tokens over
   the rate of the matrix product, `pinned_bound` the floor and the bytes of the pack over the bandwidth. The best of
@@ -25,7 +26,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -36,11 +37,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 from benchmarks.disk import drop_from_page_cache
 from benchmarks.floor import Floor
 from benchmarks.gpu.report import Report, synchronise
-from kp_core import KnowledgePack, KVTensors, PackStore, Session, load_engine
+from kp_core import KnowledgePack, PackStore, Session, load_engine
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.testing import tiny_tokenizer
 
-__all__ = ["LARGE", "SHAPES", "run", "seconds_of"]
+__all__ = ["LARGE", "SHAPES", "fitting", "run", "seconds_of"]
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -85,29 +86,36 @@ _ATTENTION = re.compile(r"attention|attn|flash|fmha|sdpa|softmax", re.IGNORECASE
 
 def run(report: Report, shapes: Sequence[str]) -> None:
     """All rows of these shapes. Of one that does not fit into the memory, the next smaller is taken."""
-    rates = _Rates()
-    with report.trying("bandwidth"):
-        rates = _bandwidth(report)
-    taken: set[str] = set()
-    for asked in shapes:
-        for shape in itertools.dropwhile(lambda name, asked=asked: name != asked, SHAPES):
-            if shape in taken or (taken and not report.has_time(0.75)):
-                break
-            needed, free = _needed_bytes(shape), _free_bytes(report.device)
-            if needed > free:
-                missing = f"it needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-                report.cannot(shape, f"{missing}; trying a smaller shape")
-                continue
-            taken.add(shape)
-            is_done = False
-            with report.trying(shape), tempfile.TemporaryDirectory() as folder:
-                _Shape(report, shape, Path(folder), rates).measure()
-                is_done = True
-            if report.device.type == "cuda":
-                torch.cuda.empty_cache()
-            if is_done:
-                break
-    report.show("speed")
+    rates, taken = _Rates(), set[str]()
+    try:
+        with report.trying("bandwidth"):
+            rates = _bandwidth(report)
+        for asked in shapes:
+            for shape in fitting(report, asked):
+                if shape in taken or (taken and not report.has_time(0.75)):
+                    break
+                taken.add(shape)
+                is_done = False
+                with report.trying(shape), tempfile.TemporaryDirectory() as folder:
+                    _Shape(report, shape, Path(folder), rates).measure()
+                    is_done = True
+                if report.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                if is_done:
+                    break
+    finally:
+        report.show("speed")
+
+
+def fitting(report: Report, asked: str) -> Iterator[str]:
+    """The shape `asked` and all smaller ones, as far as they fit into the memory that is free; says which do not."""
+    for shape in itertools.dropwhile(lambda name: name != asked, SHAPES):
+        needed, free = _needed_bytes(shape), _free_bytes(report.device)
+        if needed <= free:
+            yield shape
+        else:
+            missing = f"it needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+            report.cannot(shape, f"{missing}; trying a smaller shape")
 
 
 class _Rates:
@@ -125,7 +133,9 @@ class _Shape:
         self._dtype = torch.bfloat16 if report.device.type != "mps" else torch.float16
         self._model = _random_model(SHAPES[shape](), report.device, self._dtype)
         self._parameters = sum(weight.numel() for weight in self._model.parameters())
-        self._engine: Session = load_engine(self._model, tokenizer=tiny_tokenizer())
+        # A CPU has no host memory by default.
+        host = {"host_cache_bytes": 1 << 30} if report.device.type == "cpu" else {}
+        self._engine: Session = load_engine(self._model, tokenizer=tiny_tokenizer(), **host)
         self._draw, self._questions = random.Random(0), itertools.count()  # noqa: S311 - no secrets
         self._lengths = _LENGTHS.get(shape, _LONG)
 
@@ -160,7 +170,6 @@ class _Shape:
         if pack.kv is None:
             raise RuntimeError("Got a lazy pack.")
         handle, kv_bytes = str(PackStore(self._folder).put(pack)), pack.kv.nbytes
-        pinned = replace(pack, kv=_in_host_memory(pack.kv, self._report.device))
         lazy = replace(pack, kv=None)
         del pack
         view = PackStore(self._folder).view("default")
@@ -172,8 +181,9 @@ class _Shape:
             return self._ask(packs=[handle], view=view)
 
         def from_pinned() -> Any:  # noqa: ANN401
-            self._engine.clear_cache()
-            return self._ask(packs=[pinned])
+            memory()
+            cast("LocalEngine", self._engine.engine).free_memory()
+            return memory()
 
         def disk() -> Any:  # noqa: ANN401
             self._engine.clear_cache()
@@ -312,14 +322,6 @@ def _peak_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.driver_allocated_memory())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _in_host_memory(kv: KVTensors, device: torch.device) -> KVTensors:
-    """A copy in host memory, pinned where the device is one that reads pinned memory."""
-    sides = ([tensor.to("cpu", copy=True) for tensor in side] for side in (kv.keys, kv.values))
-    if device.type != "cuda":
-        return KVTensors(*map(tuple, sides))
-    return KVTensors(*(tuple(tensor.pin_memory() for tensor in side) for side in sides))
 
 
 def _bandwidth(report: Report) -> _Rates:

@@ -4,8 +4,11 @@ import importlib.metadata
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -56,16 +59,9 @@ def bare(tmp_path):
     return run
 
 
-def test_a_bare_machine_has_all_that_the_command_imports(bare):
-    done = bare("-c", "import zstandard")
-    assert "No module named 'zstandard'" in done.stderr  # What is not named is not there.
-    done = bare("-m", "benchmarks.gpu", "--help")
-    assert done.returncode == 0, done.stderr
-    assert "--minutes" in done.stdout
-
-
 @pytest.mark.slow
 def test_every_part_runs_on_a_bare_machine_without_an_accelerator(bare, tmp_path):
+    assert "No module named 'zstandard'" in bare("-c", "import zstandard").stderr  # What is not named is not there.
     out = tmp_path / "out" / "gpu.json"
     done = bare("-m", "benchmarks.gpu", "--device", "cpu", "--shape", "tiny", "--minutes", "2", "--json", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,12 +69,13 @@ def test_every_part_runs_on_a_bare_machine_without_an_accelerator(bare, tmp_path
     parity, timed, rows = figures["parity"], figures["speed"], figures["rows"]
     assert figures["parity_differs"] == []
     assert {"llama", "qwen3_moe", "gemma3_text", "deepseek_v3", "qwen3_next"} <= {row["model"] for row in parity}
+    assert {row["dtype"] for row in parity} == {"float32", "bfloat16", "float16"}
     plain = parity[0]
     assert {plain[name] for name in ("exact", "naive", "splice", "blend")} == {"right"}
-    ways = {plain[name] for name in ("memory", "disk", "turn", "batch", "select", "steered")}
+    ways = {plain[name] for name in ("memory", "host", "disk", "turn", "batch", "select", "steered")}
     assert ways == {"bits"} or not plain["bitwise"]
     assert [row["tokens"] for row in timed if "memory_s" in row] == [256, 1024]
-    for column in ("device_gb_s", "eight_tok_s", "static_tok_s", "blend_first_s", "kernels", "padded_s"):
+    for column in ("device_gb_s", "eight_tok_s", "static_tok_s", "blend_first_s", "kernels", "padded_s", "pinned_s"):
         assert any(row.get(column) for row in timed), column
     assert {"alike", "mask_ms"} <= {name for row in rows for name in row}
     assert {row["attention"] for row in rows if "attention" in row} == {"flash", "math"}
@@ -126,12 +123,50 @@ def test_without_a_device_one_line_says_so(arguments, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_of_a_shape_that_does_not_fit_the_next_smaller_is_taken(tmp_path, monkeypatch):
+def test_of_a_shape_that_does_not_fit_the_next_smaller_is_taken(tmp_path, monkeypatch, capsys):
     huge = LlamaConfig(vocab_size=64, hidden_size=1 << 17, intermediate_size=1 << 17, num_hidden_layers=4)
     monkeypatch.setattr(speed, "SHAPES", {"huge": lambda: huge, "tiny": speed.SHAPES["tiny"]})
-    monkeypatch.setattr(speed, "_LENGTHS", {"tiny": (64,)})
-    found = report(tmp_path / "gpu.json")
-    speed.run(found, ["huge"])
-    assert found.figures["cannot"][0].startswith("huge: it needs ")
-    assert found.figures["cannot"][0].endswith("trying a smaller shape")
-    assert {row["shape"] for row in found.figures["speed"] if "shape" in row} == {"tiny"}
+    assert list(speed.fitting(report(tmp_path / "gpu.json"), "huge")) == ["tiny"]
+    said = capsys.readouterr().out
+    assert re.fullmatch(r"Not run: huge: it needs [\d.]+ GB, and [\d.]+ GB are free; trying a smaller shape\n", said)
+
+
+def test_an_interruption_keeps_the_rows_and_shows_them(tmp_path, capsys):
+    """Ctrl-C, as soon as the first row is there."""
+    out, is_over = tmp_path / "gpu.json", threading.Event()
+
+    def interrupt():
+        while not (out.exists() and json.loads(out.read_text()).get("rows")) and not is_over.wait(0.001):
+            pass
+        if not is_over.is_set():
+            signal.raise_signal(signal.SIGINT)
+
+    watching = threading.Thread(target=interrupt)
+    watching.start()
+    try:
+        status = main(["--device", "cpu", "--parts", "rows", "--minutes", "9", "--json", str(out)])
+    finally:
+        is_over.set()
+        watching.join()
+    assert status == 130
+    rows = json.loads(out.read_text())["rows"]
+    assert 0 < len(rows) < 10
+    assert "Interrupted. What was measured before is in" in capsys.readouterr().out
+    assert rows[0]["alike"] in out.with_suffix(".txt").read_text()
+
+
+@no_accelerator
+@pytest.mark.parametrize("arguments", [(), ("--device", "cuda")])
+def test_a_driver_that_is_too_old_is_named(arguments, tmp_path, capsys, monkeypatch):
+    """As torch says it: it warns once, and then has no device."""
+    old = "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040)."
+
+    def is_available():
+        warnings.warn(old, stacklevel=2)
+        return False
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    assert main([*arguments, "--json", str(tmp_path / "gpu.json")]) == 1
+    said = capsys.readouterr().out
+    assert said == f"No device: {old} To try the command on a CPU: --device cpu --shape tiny --minutes 2\n"

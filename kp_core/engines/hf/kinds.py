@@ -199,14 +199,14 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
         super().__init__(**more)
         self._layer, self._window, self._in_tiles = layer, window, in_tiles
         self._places, self._stop, self._ends_pass = places, stop, ends_pass
-        self.keys, self.values = layer.keys, layer.values
+        self.keys, self.values = layer.memory
         self.is_initialized, self.is_sliding = True, window > 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: a buffer is allocated whole."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write the new tokens; returns the keys and values that they attend to."""
+        """Write the new tokens, when the earlier ones are there; returns the keys and values that they attend to."""
         start = self._first()
         if self._places is None:
             self._layer.write(key_states, value_states)

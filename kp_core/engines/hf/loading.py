@@ -76,6 +76,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     dtype: torch.dtype | str | None = None,
     chunk_tokens: int = 1024,
     cache_bytes: int | None = None,
+    host_cache_bytes: int | None = None,
     graphs: bool = True,
     template_options: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
@@ -86,9 +87,10 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     `model` is an id, a folder, a GGUF file, or a model object (with `tokenizer`); by default the bundled
     SmolLM2-135M-Instruct. The default `device` is the best available (CUDA, MPS, CPU). The default `dtype` is bfloat16
     if the machine supports it; `"auto"` keeps that of the checkpoint. `cache_bytes` is the budget of all KV in memory,
-    both of running requests and cached for later ones: see `default_cache_bytes`. `chunk_tokens` is the most tokens of
-    one forward pass, for which other requests wait. With `graphs`, decoding on CUDA replays captured steps, where the
-    model allows it. `template_options` go to the chat template.
+    both of running requests and cached for later ones: see `default_cache_bytes`. On CUDA, what does not fit moves to
+    `host_cache_bytes` of host memory, by default an eighth of it, and comes back without compute. `chunk_tokens` is the
+    most tokens of one forward pass, for which other requests wait. With `graphs`, decoding on CUDA replays captured
+    steps, where the model allows it. `template_options` go to the chat template.
     Code in a checkpoint runs only with `trust_remote_code`. `loading` goes to `from_pretrained`: `device_map`,
     `quantization_config`, `attn_implementation` (the model then keeps it, and it is part of the numerics), `revision`,
     `token`, `torch_dtype`.
@@ -132,12 +134,17 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         place = causal.shape.device
         free = torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else 0
         cache_bytes = default_cache_bytes(place, memory_bytes(place), free)
+    if host_cache_bytes is None:
+        # Pinned memory comes in powers of two, so this is up to a quarter of the memory.
+        is_cuda = causal.shape.device.type == "cuda"
+        host_cache_bytes = memory_bytes(torch.device("cpu")) // 8 if is_cuda else 0
     engine = LocalEngine(
         causal,
         hf_tokenizer,
         identity=identity,
         check=check,
         cache_bytes=cache_bytes,
+        host_cache_bytes=host_cache_bytes,
         pass_tokens=chunk_tokens,
         renew=renew,
     )

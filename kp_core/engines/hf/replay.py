@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from kp_core.engines.hf.attention import Sees
 from kp_core.engines.hf.rows import RowsLayer
 from kp_core.engines.local.buffer import BufferLayer, KVBuffer
+from kp_core.engines.local.scheduler import is_out_of_memory
 
 __all__ = ["PLAIN_STEPS", "Record", "ReplayedRows", "captured"]
 
@@ -88,9 +89,9 @@ class ReplayedRows:
         if self._replay is None and self._record is not None and self._steps >= PLAIN_STEPS:
             try:
                 self._replay = self._record(self._compute)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever CUDA or a model raises
+            except Exception as error:  # whatever CUDA or a model raises
+                if is_out_of_memory(error):
+                    raise
                 self._record = None
                 logger.warning("Steps of decoding are not recorded: %s", str(error).partition("\n")[0])
         logits = self._compute() if self._replay is None else self._replay()

@@ -361,7 +361,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     def __init__(self, layers: list[BufferLayer], counts: Sequence[int], rows: Sequence[int]) -> None:
         super().__init__()
         self._layers, self._counts, self._rows = layers, list(counts), rows
-        self.keys, self.values = layers[0].keys, layers[0].values
+        self.keys, self.values = layers[0].memory
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -384,7 +384,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 
     def get_max_length(self) -> int:
         """Capacity of the shortest buffer in tokens."""
-        return min(layer.keys.shape[2] for layer in self._layers)
+        return min(layer.memory[0].shape[2] for layer in self._layers)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `query_length` new tokens will see."""

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -14,6 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from kp_core.engines.local.copies import CopyStream
 from kp_core.engines.local.tree import Name, PrefixTree, common_tokens
 from kp_core.errors import CacheBudgetError
 from kp_core.kv import KVTensors
@@ -89,10 +90,32 @@ class CacheShape:
 
 
 class BufferLayer:
-    """Keys and values of one layer, `(1, kv_heads, capacity, head_dim)` each. The first `length` tokens are filled."""
+    """Keys and values of one layer, `(1, kv_heads, capacity, head_dim)` each. The first `length` tokens are filled.
+
+    Some of them may be on their way from the host: `arrivals` let what is computed next wait for them. Whoever reads
+    `keys` or `values` waits; `memory` does not.
+    """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values, self.length = keys, values, 0
+        self.memory, self.length = (keys, values), 0
+        self.arrivals: list[Callable[[], None]] = []
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys, when all have arrived."""
+        self.arrive()
+        return self.memory[0]
+
+    @property
+    def values(self) -> Tensor:
+        """Values, when all have arrived."""
+        self.arrive()
+        return self.memory[1]
+
+    def arrive(self) -> None:
+        """Wait for the copies that are under way."""
+        while self.arrivals:
+            self.arrivals.pop(0)()
 
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Append the new tokens."""
@@ -112,10 +135,12 @@ class KVBuffer:
 
     `runs` names the KV that the buffer holds from position 0 on, so that a later request with the same beginning need
     not copy it. `states` are the states of recurrent layers, `(1, ...)` each; a forward pass writes them in place.
-    They belong to the last filled token if `has_states`; otherwise they are invalid.
+    They belong to the last filled token if `has_states`; otherwise they are invalid. With `copies`, KV from the host
+    arrives layer by layer, while the first layers compute.
     """
 
-    def __init__(self, shape: CacheShape, capacity: int) -> None:
+    def __init__(self, shape: CacheShape, capacity: int, copies: CopyStream | None = None) -> None:
+        self._copies = copies
         self.capacity = capacity = -(-capacity // TILE) * TILE
 
         def empty(layers: int, heads: int, dim: int, device: torch.device) -> Tensor:
@@ -171,9 +196,8 @@ class KVBuffer:
         """
         end = -(-stop // TILE) * TILE
         if not (self._blank.start <= stop and end == self._blank.stop):
-            for layer in self.layers:
-                layer.keys[:, :, stop:end] = 0
-                layer.values[:, :, stop:end] = 0
+            for side in (side for layer in self.layers for side in layer.memory):
+                side[:, :, stop:end] = 0
         self._blank = range(stop, end)
 
     @property
@@ -212,18 +236,29 @@ class KVBuffer:
         """Append `kv` to the filled tokens."""
         if self.holds(kv):
             self.passed(self.length + kv.tokens)
+        elif self.takes(kv) and self._copies is not None:
+            start, sides = self.length, zip(kv.keys, kv.values, strict=True)
+            places = [[own.narrow(2, start, kv.tokens)[0] for own in layer.memory] for layer in self.layers]
+            pairs = [list(zip(place, side, strict=True)) for place, side in zip(places, sides, strict=True)]
+            for layer, arrival in zip(self.layers, self._copies.start(pairs), strict=True):
+                layer.arrivals.append(arrival)
+                layer.length = start + kv.tokens
         else:
             for layer, key, value in zip(self.layers, kv.keys, kv.values, strict=True):
                 layer.write(key[None], value[None])
         self._blank = range(self.length, max(self.length, self._blank.stop))
         self._restore(kv.states)
 
+    def takes(self, kv: KVTensors) -> bool:
+        """Whether `kv` is copied from the host as it is, beside what is computed."""
+        return self._copies is not None and kv.dtype == self.shape.dtype and self._copies.takes(kv)
+
     def holds(self, kv: KVTensors) -> bool:
         """Whether `kv` is a view of the memory right after the filled tokens, so that it is already in place."""
         places = [
             (tensor, own[0, :, self.length :])
             for layer, key, value in zip(self.layers, kv.keys, kv.values, strict=True)
-            for tensor, own in ((key, layer.keys), (value, layer.values))
+            for tensor, own in zip((key, value), layer.memory, strict=True)
             if tensor.numel()
         ]
         return bool(places) and all(tensor.data_ptr() == place.data_ptr() for tensor, place in places)
@@ -292,6 +327,9 @@ class BufferPool:
         self.budget_bytes = budget_bytes
         self.used = 0
         """Bytes of the buffers in use."""
+        is_on_gpu = shape.device.type == "cuda" and not shape.devices
+        self.copies: CopyStream | None = CopyStream(shape.device) if is_on_gpu else None
+        """Copies KV from the host into the buffers."""
         self._waiting: list[KVBuffer] = []
         self._queue: deque[object] = deque()
         # Its lock is reentrant: garbage collection may close an abandoned stream at any line, which returns its buffer.
@@ -349,7 +387,7 @@ class BufferPool:
                 return None
             self.used += size
         try:
-            buffer = buffer or KVBuffer(self._shape, capacity)
+            buffer = buffer or KVBuffer(self._shape, capacity, self.copies)
             buffer.load(held)
         except BaseException:
             self.free(size)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +15,9 @@ from kp_core.engines.local.buffer import Cancelled, KVBuffer
 from kp_core.engines.local.fill import Run, attention, match, prefill
 from kp_core.engines.local.grammar import Grammars
 from kp_core.engines.local.model import Model
-from kp_core.engines.local.scheduler import OUT_OF_MEMORY, Decoding, Scheduler
+from kp_core.engines.local.scheduler import Decoding, Scheduler
 from kp_core.engines.local.tree import Node, PrefixTree
-from kp_core.errors import BusyError, CacheBudgetError
+from kp_core.errors import BusyError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan import Plan
@@ -29,7 +28,6 @@ __all__ = ["LocalEngine"]
 _WINDOW = 256
 """Plans of `kv` examined together: enough to find several with the same prefix, few enough to hold in memory."""
 _MOST_TEXTS, _MOST_TOKENS = 16, 512  # Of one pass.
-_Result = TypeVar("_Result")
 
 
 class LocalEngine:
@@ -37,7 +35,8 @@ class LocalEngine:
 
     `identity` gives the fingerprint, and may take seconds. `check` is called before each request, and raises when the
     model has changed. After `renew`, both go by the model as it is then. `cache_bytes` is the budget for all KV in
-    memory: the buffers of requests and the prefix tree. `pass_tokens` is the most tokens of one forward pass.
+    the memory of the device: the buffers of requests and the prefix tree. What the tree evicts moves to host memory,
+    up to `host_cache_bytes`, unless layers are on several devices. `pass_tokens` is the most tokens of one pass.
 
     Several threads may call it. Prompts are prefilled one at a time, first come, first served. Answers are decoded
     together or in turns. A request that does not fit into the budget beside the answers under way waits for them.
@@ -52,6 +51,7 @@ class LocalEngine:
         check: Callable[[], None],
         cache_bytes: int,
         pass_tokens: int,
+        host_cache_bytes: int = 0,
         renew: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
@@ -63,11 +63,12 @@ class LocalEngine:
         self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
         self.pass_tokens = pass_tokens
         """Most tokens of one forward pass."""
-        self.tree = PrefixTree(cache_bytes, has_states=bool(model.shape.states))
+        host_bytes = 0 if model.shape.devices else host_cache_bytes
+        self.tree = PrefixTree(cache_bytes, has_states=bool(model.shape.states), host_bytes=host_bytes)
         """The KV that prompts with the same beginning share."""
         self.pool = model.pool(self.tree, cache_bytes)
         """The buffers of requests."""
-        self.scheduler = Scheduler(model, self.clear_cache)
+        self.scheduler = Scheduler(model, self.free_memory)
         """Gives the model to one forward pass at a time."""
         eos = getattr(tokenizer, "eos_token_id", None)
         self._end_tokens = frozenset(model.end_tokens | ({eos} if isinstance(eos, int) else set()))
@@ -118,7 +119,7 @@ class LocalEngine:
     def attention(self, plan: Plan, layers: int | None = None) -> Tensor | None:
         """See `AttendingEngine.attention`."""
         self._check()
-        return attention(self, plan, layers)
+        return self.scheduler.twice(lambda: attention(self, plan, layers))
 
     def found(self, plan: Plan) -> int:
         """See `CachingEngine.found`."""
@@ -128,7 +129,7 @@ class LocalEngine:
 
     def pin(self, plan: Plan) -> Node:
         """See `CachingEngine.pin`."""
-        run = self.twice(lambda: prefill(self, plan, len(plan.prompt), logits=False))
+        run = self.scheduler.twice(lambda: prefill(self, plan, len(plan.prompt), logits=False))
         try:
             return run.path.pin()
         finally:
@@ -145,6 +146,11 @@ class LocalEngine:
         self.tree.clear()
         self.pool.clear()
 
+    def free_memory(self) -> None:
+        """Free what no request uses in the memory of the device."""
+        self.tree.vacate()
+        self.pool.clear()
+
     def refresh(self) -> None:
         """See `CachingEngine.refresh`."""
         self.clear_cache()
@@ -154,31 +160,12 @@ class LocalEngine:
             )
         self._renew()
 
-    def twice(self, compute: Callable[[], _Result]) -> _Result:
-        """The result of `compute`. If the device has too little memory, frees what no request uses, and tries again.
-
-        Raises `CacheBudgetError` if it then still has too little.
-        """
-        with suppress(torch.OutOfMemoryError):
-            return compute()
-        # Here the error is gone, and with it the tensors of the failed pass.
-        self.clear_cache()
+    def _answer(self, plan: Plan, sampler: Callable[[Tensor, int], int], stream: TokenStream) -> Iterator[int]:
+        room, asks = len(plan.prompt) + plan.token_budget, plan.token_budget > 0
         try:
-            return compute()
-        except torch.OutOfMemoryError as error:
-            raise CacheBudgetError(OUT_OF_MEMORY) from error
-
-    def _start(self, plan: Plan, stream: TokenStream, room: int, *, asks: bool = False) -> Run | None:
-        """Prefill the prompt. Returns `None` when the request was cancelled meanwhile."""
-        try:
-            return self.twice(lambda: prefill(self, plan, len(plan.prompt) + room, asks=asks, limit=stream.limit))
+            run = self.scheduler.twice(lambda: prefill(self, plan, room, asks=asks, limit=stream.limit))
         except Cancelled:
             stream.finish = "cancelled"
-            return None
-
-    def _answer(self, plan: Plan, sampler: Callable[[Tensor, int], int], stream: TokenStream) -> Iterator[int]:
-        run = self._start(plan, stream, plan.token_budget, asks=plan.token_budget > 0)
-        if run is None:
             return
         tokens: list[int] = []
         # Answers whose prompts begin with the same KV are decoded over the same keys.
@@ -210,15 +197,20 @@ class LocalEngine:
             run.close(tokens)
 
     def _forced(self, plan: Plan, stream: TokenStream) -> Iterator[int]:
-        run = self._start(plan, stream, len(plan.forced))
-        if run is None:
-            return
-        _tell(stream, run)
+        def scored() -> list[float]:
+            run = prefill(self, plan, len(plan.prompt) + len(plan.forced), limit=stream.limit)
+            try:
+                _tell(stream, run)
+                return self._losses(run, plan.forced)
+            finally:
+                run.close()
+
         try:
-            stream.losses = self._losses(run, plan.forced)
-            yield from plan.forced
-        finally:
-            run.close()
+            stream.losses = self.scheduler.twice(scored)
+        except Cancelled:
+            stream.finish = "cancelled"
+            return
+        yield from plan.forced
 
     def _losses(self, run: Run, tokens: Sequence[int]) -> list[float]:
         """The negative log-probability of each of `tokens` after `run`.
@@ -268,10 +260,10 @@ def _computed(engine: LocalEngine, plans: Iterable[Plan]) -> Iterator[KVTensors]
         results: dict[int, KVTensors] = {}
         upcoming = 0
         for batch in sorted(_batches(engine, window), key=min):
-            kvs: list[KVTensors] = []
-            with suppress(torch.OutOfMemoryError):  # Alone, they need less.
-                kvs = _together(engine, [window[index] for index in batch]) if len(batch) > 1 else []
-            kvs = kvs or [engine.twice(partial(_alone, engine, window[index])) for index in batch]
+            together: list[KVTensors] = []
+            if len(batch) > 1:  # Without the memory for it, each is computed alone, which needs less.
+                together = engine.scheduler.twice(partial(_together, engine, [window[at] for at in batch]), list)
+            kvs = together or [engine.scheduler.twice(partial(_alone, engine, window[at])) for at in batch]
             results.update(zip(batch, kvs, strict=True))
             while upcoming in results:
                 yield results.pop(upcoming)

@@ -133,7 +133,8 @@ class Run:
             path.release()
             engine.pool.wait(capacity, limit)
         self.buffer, self.path = buffer, path
-        self.logits = path.last.logits if path.tokens == len(plan.prompt) else None
+        logits_there = path.last.logits if path.tokens == len(plan.prompt) else None
+        self.logits = None if logits_there is None else logits_there.to(engine.model.shape.device)
         """The logits after the prompt, then after each token."""
         self.computed = self.approximate = 0
         """Prompt tokens that were computed, and prompt tokens whose KV an approximate composer made."""
@@ -153,6 +154,7 @@ class Run:
                 self._fill_plain()
             else:
                 self._fill_steered(plain_kv)
+            self.path.place(self.buffer.read, self._model.shape.device)
         except BaseException:
             self.close()
             raise
@@ -221,11 +223,12 @@ class Run:
         if kv is None or start + kv.tokens <= self.buffer.length or not self._model.shape.fits(kv):
             return
         self._compute(start)
-        self._append(self._model.shape.placed(kv.slice(self.buffer.length - start, kv.tokens)))
+        self._append(kv.slice(self.buffer.length - start, kv.tokens))
 
     def _append(self, kv: KVTensors) -> None:
-        """Write loaded KV to the buffer and to the tree."""
+        """Write loaded KV to the buffer and to the tree, which gets it from the host as it is until `Path.place`."""
         start = self.buffer.length
+        kv = kv if self.buffer.takes(kv) else self._model.shape.placed(kv)
         self.buffer.append(kv)
         self._extend(start, kv)
         self._check_limit()
@@ -237,12 +240,12 @@ class Run:
             kv = self._load(region)
             if kv is None:  # A forward pass then computes the region.
                 return
-            self._write(region, kv)
+            self._write(region, self._model.shape.placed(kv))
         if region.composer is not None and not region.composer.exact:
             self.approximate += sum(map(len, region.spans))
 
     def _load(self, region: Region) -> KVTensors | None:
-        """The KV of a region from its pack or its composer, on the devices of the cache.
+        """The KV of a region from its pack or its composer.
 
         `None` if the region must be computed from its text. Raises `KVShapeError` when the KV has another number of
         tokens than the region.
@@ -257,7 +260,7 @@ class Run:
                 f"{'The pack has' if composer is None else f'The composer {composer.key!r} made'} KV of "
                 f"{kv and kv.tokens} tokens; expected {len(region)}, as {region.span.handle} has at its position."
             )
-        return self._model.shape.placed(kv)
+        return kv
 
     def load(self, region: Region, plan: Plan) -> list[KnowledgePack] | None:
         """The packs of a region of `plan`, with their KV; `None` if one has none for its position."""

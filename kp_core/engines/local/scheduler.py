@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,9 @@ from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.model import Memory, Model
 from kp_core.errors import CacheBudgetError
 
-__all__ = ["OUT_OF_MEMORY", "Decoding", "Scheduler", "let_go"]
+__all__ = ["Decoding", "Scheduler", "is_out_of_memory", "let_go"]
+
+_Result = TypeVar("_Result")
 
 _MOST_ROWS = 16  # Most answers in one pass.
 _INTERRUPTED = "The step was interrupted in the thread that computed it for several answers. Ask again."
@@ -31,10 +34,12 @@ _PATIENCE = 0.5
 _SHORT = 64  # Most tokens of a question computed with others, and of a pass after which prefill keeps its turn.
 _MOST_TOKENS = 512  # Most tokens of a pass for several answers.
 _BURST, _GRACE = 0.5, 0.1  # Seconds for which prefill keeps its turn, and for which steps wait for the next prompt.
-OUT_OF_MEMORY = (
+_OUT_OF_MEMORY = (
     "The device has too little memory for this request, also after everything that no request uses was freed. Send "
     "fewer or shorter requests at once, or load the engine with smaller cache_bytes or chunk_tokens."
 )
+_NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What libraries say that raise no error of their own for it: Metal, torch on a CPU, cuBLAS."""
 _SOFT = 1  # `omp_pause_soft` of OpenMP: threads end, and their settings stay.
 
 
@@ -60,7 +65,7 @@ class Scheduler:
     """
 
     def __init__(self, model: Model, free_unused: Callable[[], None] = lambda: None) -> None:
-        """`free_unused` frees the memory that no request uses, after a step found too little."""
+        """`free_unused` frees the memory that no request uses; see `twice`."""
         self._model, self._free_unused = model, free_unused
         self._changed = threading.Condition()
         self._is_busy, self._prefilling, self._coming, self._is_in_vain = False, 0, 0, False
@@ -71,6 +76,26 @@ class Scheduler:
         self._rows: tuple[list[Decoding], Callable[[Sequence[int]], Tensor]] | None = None
         self._memory: Memory = {}
         """Used again by the next rows, until no answers are decoded together."""
+
+    def twice(self, compute: Callable[[], _Result], again: Callable[[], _Result] | None = None) -> _Result:
+        """The result of `compute`. If the device has too little memory, frees what no request uses, and tries `again`.
+
+        Everything that runs the model for a request runs in here. By default, `again` is `compute`. Raises
+        `CacheBudgetError` if there is still too little memory.
+        """
+        try:
+            return compute()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        # Here the error is gone, and with it the tensors of the failed pass.
+        try:
+            self._free_unused()
+            return (again or compute)()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CacheBudgetError(_OUT_OF_MEMORY) from error
 
     @contextmanager
     def coming(self) -> Iterator[None]:
@@ -195,7 +220,7 @@ class Scheduler:
     def _compute(self, batch: list[Decoding]) -> None:
         start_time = time.monotonic()
         try:
-            self._try_twice(batch)
+            self.twice(partial(self._in_one_pass, batch), partial(self._one_by_one, batch))
         except BaseException as error:
             for member in batch:
                 member.error = error if isinstance(error, Exception) else CancelledError(_INTERRUPTED)
@@ -205,26 +230,22 @@ class Scheduler:
             self._took = time.monotonic() - start_time
             self._free(math.inf)
 
-    def _try_twice(self, batch: list[Decoding]) -> None:
-        """Set the logits of each step. Without enough memory, frees what no request uses, and tries one by one.
-
-        A step for which that is not enough gets an error of its own.
-        """
-        with suppress(torch.OutOfMemoryError):
-            for member, logits in zip(batch, self._logits(batch), strict=True):
-                member.logits = logits
-            return
-        # Here the error is gone, and with it the tensors of the failed pass.
+    def _one_by_one(self, batch: list[Decoding]) -> None:
+        """Set the logits of each step, or its error, after the pass for all of them failed."""
         self._rows, self._memory = None, {}
-        self._free_unused()
         for member in batch:
             if not member.buffer.has_states:  # The failed pass wrote over them.
-                member.error = CacheBudgetError(OUT_OF_MEMORY)
+                member.error = CacheBudgetError(_OUT_OF_MEMORY)
                 continue
             try:
                 member.logits = self._logits([member])[0]
             except Exception as error:  # noqa: BLE001 - it is raised in the thread of this answer
-                member.error = CacheBudgetError(OUT_OF_MEMORY) if isinstance(error, torch.OutOfMemoryError) else error
+                member.error = CacheBudgetError(_OUT_OF_MEMORY) if is_out_of_memory(error) else error
+
+    def _in_one_pass(self, batch: list[Decoding]) -> None:
+        """Set the logits of each step, computed in one pass."""
+        for member, logits in zip(batch, self._logits(batch), strict=True):
+            member.logits = logits
 
     def _logits(self, batch: list[Decoding]) -> Tensor:
         # A lone step is replayed as those of several are.
@@ -249,6 +270,13 @@ class Scheduler:
         with self._changed:
             self._is_busy, self._turn, self._freed = False, turn, time.monotonic()
             self._changed.notify_all()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that a device has too little memory."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(said in str(error) for said in _NO_MEMORY)
+    )
 
 
 def let_go() -> None:

@@ -10,12 +10,14 @@ import itertools
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
+from kp_core.engines.local.copies import to_host
 from kp_core.events import log_event
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import common_length
@@ -63,6 +65,19 @@ class Node:
     def key(self) -> object:
         """The key of this node in `children` of its parent."""
         return _key(self.ids, self.label)
+
+    @property
+    def line(self) -> Iterator[Node]:
+        """This node and its ancestors, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    @property
+    def below(self) -> Iterator[Node]:
+        """The children of this node."""
+        return itertools.chain.from_iterable(self.children.values())
 
     @property
     def nbytes(self) -> int:
@@ -125,9 +140,8 @@ class Path:
         """Owners of the nodes of the path: what a request must be able to read to find what stands below it."""
         owners: frozenset[str] = frozenset()
         with self._tree.lock:
-            node: Node | None = self.last
-            while node is not None:
-                owners, node = owners | node.owners, node.parent
+            for node in self.last.line:
+                owners |= node.owners
         return owners
 
     def pin(self) -> Node:
@@ -135,6 +149,14 @@ class Path:
         with self._tree.lock:
             self.last.pins += 1
             return self.last
+
+    def place(self, read: Callable[[int, int], KVTensors], device: torch.device) -> None:
+        """Move what the path has in host memory to `device`, as far as there is room.
+
+        `read(start, stop)` gives the KV of these tokens there: the request that uses the path has it by now.
+        """
+        with self._tree.lock:
+            self._tree._place(self.last, read, device)  # noqa: SLF001
 
     def release(self) -> None:
         """Allow the tree to evict these nodes again."""
@@ -153,38 +175,43 @@ class Path:
 class PrefixTree:
     """Prefix tree with a byte budget. Evicts the least recently used leaves first, but none that is pinned or in use.
 
-    `nbytes` stays within `budget_bytes`; KV that does not fit is not kept. All methods may be called from several
+    With `host_bytes`, evicted nodes move to host memory, within this budget, and the oldest of these are dropped. They
+    are found like all others, and move back when a request uses them. `nbytes` stays within `budget_bytes`, and
+    `host_nbytes` within `host_bytes`; KV that does not fit is not kept. All methods may be called from several
     threads. With `has_states`, a path ends only where the states of the recurrent layers are known, because the model
     can continue only from there.
     """
 
-    def __init__(self, budget_bytes: int, *, has_states: bool = False) -> None:
-        self.budget_bytes, self._has_states = budget_bytes, has_states
-        self.nbytes = 0
+    def __init__(self, budget_bytes: int, *, has_states: bool = False, host_bytes: int = 0) -> None:
+        self.budget_bytes, self.host_bytes, self._has_states = budget_bytes, host_bytes, has_states
+        self.nbytes = self.host_nbytes = 0
         self.lock = threading.RLock()
         self._root = Node((), None, None)
         # Least recently used first. A path is touched from leaf to root, so a leaf comes before its ancestors.
         self._age: OrderedDict[Node, None] = OrderedDict()
+        self._cold: OrderedDict[Node, None] = OrderedDict()
+        """The nodes in host memory, in the same order."""
 
     def __len__(self) -> int:
-        return len(self._age)
+        return len(self._age) + len(self._cold)
 
     def held_bytes(self, *, pinned_only: bool = False) -> int:
-        """Bytes of the nodes that are pinned or in use (with `pinned_only`: pinned), and of all their ancestors."""
+        """Bytes of the nodes that are pinned or in use (with `pinned_only`: pinned), and of all their ancestors.
+
+        Nodes in host memory do not count.
+        """
         with self.lock:
             nodes: set[Node] = set()
-            for node in self._age:
-                ancestor: Node | None = node if node.pins or (node.users and not pinned_only) else None
-                while ancestor is not None and ancestor not in nodes:
-                    nodes.add(ancestor)
-                    ancestor = ancestor.parent
-            return sum(node.nbytes for node in nodes)
+            for held in itertools.chain(self._age, self._cold):
+                if held.pins or (held.users and not pinned_only):
+                    nodes.update(itertools.takewhile(lambda node: node not in nodes, held.line))
+            return sum(node.nbytes for node in nodes & self._age.keys())
 
     @property
     def is_empty(self) -> bool:
         """Whether the tree has no nodes and no path is in use."""
         with self.lock:
-            return not self._age and not self._root.users
+            return not len(self) and not self._root.users
 
     def match(
         self,
@@ -213,10 +240,8 @@ class PrefixTree:
             path = Path(self, self._root)
             for node, count in matches:
                 path._step(node if _is_all(node, count) else self._split(node, count))  # noqa: SLF001
-            ancestor = path.last
-            while ancestor.parent is not None:
-                self._age.move_to_end(ancestor)
-                ancestor = ancestor.parent
+            for node in path.last.line:
+                self._order_of(node).move_to_end(node)
             return path
 
     def _longest(
@@ -275,10 +300,23 @@ class PrefixTree:
                 self.budget_bytes = budget_bytes
             return fits
 
-    def clear(self) -> None:
-        """Evict everything that is neither pinned nor in use."""
+    def vacate(self) -> None:
+        """Evict everything that is neither pinned nor in use from the memory of the device."""
         with self.lock:
             self._evict(self.nbytes)
+
+    def clear(self) -> None:
+        """Drop everything that is neither pinned nor in use."""
+        with self.lock:
+            host_bytes, self.host_bytes = self.host_bytes, 0
+            self._evict(self.nbytes)
+            for node in list(self._cold):
+                if node in self._cold and self._drop(node):
+                    self._release_storage(node, node.kv)
+            self.host_bytes = host_bytes
+
+    def _order_of(self, node: Node) -> OrderedDict[Node, None]:
+        return self._cold if node in self._cold else self._age
 
     def _split(self, node: Node, at: int) -> Node:
         """Insert a node with the first `at` tokens above `node`, which keeps the rest. The KV is shared, not copied."""
@@ -291,7 +329,7 @@ class PrefixTree:
         node.ids, node.kv, node.parent = node.ids[at:], kv.slice(at, kv.tokens), upper
         node.begin += at
         upper.children[node.key] = [node]
-        self._age[upper] = None
+        self._order_of(node)[upper] = None
         return upper
 
     def _insert(  # noqa: PLR0913 - as `Path.extend`
@@ -321,6 +359,8 @@ class PrefixTree:
 
     def _complete(self, node: Node, kv: KVTensors, logits: Tensor | None) -> bool:
         """Add the logits after the last token and the states to a node that lacks them; `False` without room."""
+        if node in self._cold:
+            return True  # It gets them when it is back on the device.
         added_bytes = 0
         if node.logits is None and logits is not None:
             added_bytes += logits.nbytes
@@ -352,30 +392,124 @@ class PrefixTree:
         return True
 
     def _evict(self, excess: int) -> bool:
-        """Free at least `excess` bytes. Returns whether that was possible."""
-        nodes, nbytes = 0, self.nbytes
-        while excess > 0:
-            victim = next((node for node in self._age if not (node.children or node.pins or node.users)), None)
-            if victim is None or victim.parent is None:
-                return False
-            self.nbytes -= victim.nbytes
-            excess -= victim.nbytes
-            siblings = victim.parent.children[victim.key]
-            siblings.remove(victim)
-            if not siblings:
-                del victim.parent.children[victim.key]
-            del self._age[victim]
-            self._release_storage(victim)
-            nodes += 1
-        if nodes:
-            log_event(logger, "KV evicted from memory", nodes=nodes, nbytes=nbytes - self.nbytes)
+        """Free at least `excess` bytes on the device. Returns whether that was possible."""
+        nbytes, host_nbytes = self.nbytes, self.host_nbytes
+        evicted, stuck = list[tuple[Node, KVTensors | None]](), set[Node]()
+        while nbytes - self.nbytes < excess:
+            victim = next((node for node in self._age if node not in stuck and self._may_go(node)), None)
+            if victim is None:
+                break
+            kv = victim.kv
+            if self._move_out(victim) or self._drop(victim):
+                evicted.append((victim, kv))
+            else:
+                stuck.add(victim)
+        for victim, kv in evicted:
+            self._release_storage(victim, kv)
+        if evicted:
+            moved = max(0, self.host_nbytes - host_nbytes)
+            log_event(logger, "KV evicted from memory", nodes=len(evicted), nbytes=nbytes - self.nbytes, to_host=moved)
+        return nbytes - self.nbytes >= excess
+
+    def _may_go(self, node: Node) -> bool:
+        """Whether a node may leave the device. What is below it there goes first."""
+        return not (node.pins or node.users or any(child in self._age for child in node.below))
+
+    def _move_out(self, node: Node) -> bool:
+        """Move a node to host memory; `False` without room."""
+        is_small = self.host_bytes and node.nbytes <= self.host_bytes
+        if node.kv is None or not is_small or not self._drop_cold(self.host_bytes - node.nbytes):
+            return False
+        try:
+            kv = to_host(node.kv)
+        except RuntimeError as error:  # The system may refuse to pin so much.
+            logger.warning("KV in host memory stays within %s bytes: %s", f"{self.host_nbytes:,}", error)
+            self.host_bytes = self.host_nbytes
+            return False
+        self.nbytes -= node.nbytes
+        node.kv, node.logits = kv, None if node.logits is None else node.logits.cpu()
+        self.host_nbytes += node.nbytes
+        del self._age[node]
+        self._cold[node] = None
         return True
 
-    def _release_storage(self, victim: Node) -> None:
-        """Copy the KV of the ancestors that share memory with `victim`, so that the memory of `victim` is freed."""
-        node = victim.parent
-        while node is not None and node.serial == victim.serial and node.kv is not None:
-            node.kv, node = node.kv.clone(), node.parent
+    def _drop_cold(self, budget_bytes: int) -> bool:
+        """Drop the oldest nodes in host memory until the rest fits. Returns whether that was possible."""
+        while self.host_nbytes > budget_bytes:
+            node = next((node for node in self._cold if not (node.children or node.pins or node.users)), None)
+            if node is None:
+                return False
+            self._drop(node)
+            self._release_storage(node, node.kv)
+        return True
+
+    def _drop(self, node: Node) -> bool:
+        """Drop a node and what is below it, except what is pinned or in use. Returns whether the node was dropped."""
+        for child in list(node.below):
+            self._drop(child)
+        if node.children or node.pins or node.users or node.parent is None:
+            return False
+        if node in self._cold:
+            del self._cold[node]
+            self.host_nbytes -= node.nbytes
+        else:
+            del self._age[node]
+            self.nbytes -= node.nbytes
+        siblings = node.parent.children[node.key]
+        siblings.remove(node)
+        if not siblings:
+            del node.parent.children[node.key]
+        return True
+
+    def _place(self, node: Node, read: Callable[[int, int], KVTensors], device: torch.device) -> None:
+        """See `Path.place`."""
+        nodes, stop = list(node.line)[::-1], 0
+        for part in nodes:
+            part.users += 1  # Making room for one must not evict another.
+        try:
+            for part in nodes:
+                start, stop = stop, stop + len(part.ids)
+                is_cold = part in self._cold
+                if is_cold and not self._evict(self.nbytes + part.nbytes - self.budget_bytes):
+                    continue
+                if part.kv is not None and (is_cold or part.kv.device != device):
+                    self._bring(part, read(start, stop), device)
+        finally:
+            for part in nodes:
+                part.users -= 1
+
+    def _bring(self, node: Node, kv: KVTensors, device: torch.device) -> None:
+        """Give a node its KV on the device; `kv` is the same without states."""
+        old, nbytes = node.kv, node.nbytes
+        node.kv = KVTensors(kv.keys, kv.values, tuple(state.to(device) for state in old.states) if old else ())
+        node.logits = None if node.logits is None else node.logits.to(device)
+        if node in self._cold:
+            del self._cold[node]
+            self._age[node] = None
+            self.host_nbytes -= nbytes
+            self.nbytes += nbytes
+            for child in node.below:  # After a split in host memory.
+                self._compact(child, old)
+
+    def _release_storage(self, victim: Node, kv: KVTensors | None) -> None:
+        """Copy the KV of the ancestors that share memory with `kv` of `victim`, so that the memory of `kv` is freed."""
+        for node in itertools.islice(victim.line, 1, None):
+            if node.serial != victim.serial:
+                break
+            self._compact(node, kv)
+
+    def _compact(self, node: Node, kv: KVTensors | None) -> None:
+        """Copy the KV of a node that shares memory with `kv`."""
+        if node.kv is None or kv is None or _storage(node.kv) != _storage(kv):
+            return
+        if node in self._age:
+            node.kv = node.kv.clone()
+        elif node in self._cold:
+            node.kv = to_host(node.kv)
+
+
+def _storage(kv: KVTensors) -> int:
+    return kv.keys[0].untyped_storage().data_ptr()
 
 
 def _is_all(node: Node, count: int) -> bool:

@@ -21,12 +21,12 @@ class Device:
     def __init__(self, engine, monkeypatch):
         layer = engine.engine.model.network.model.layers[-1]
         compute = layer.forward
-        self.fails, self.passes = lambda *_: False, 0
+        self.fails, self.passes, self.error = lambda *_: False, 0, torch.OutOfMemoryError("CUDA out of memory.")
 
         def forward(hidden, *args, **kwargs):
             self.passes += 1
             if self.fails(hidden, kwargs.get("position_ids")):
-                raise torch.OutOfMemoryError("CUDA out of memory.")
+                raise self.error
             return compute(hidden, *args, **kwargs)
 
         monkeypatch.setattr(layer, "forward", forward)
@@ -44,6 +44,57 @@ def engine():
 @pytest.fixture
 def device(engine, monkeypatch):
     return Device(engine, monkeypatch)
+
+
+PACKS = [f"Quay {number} has {number} cranes.\n" for number in range(1, 4)]
+WAYS = {
+    "answer": lambda engine: engine.generate(ASKED, max_tokens=4).token_ids,
+    "forced": lambda engine: engine.perplexity(ASKED, "Fifteen boats, or a few more."),
+    "packs": lambda engine: [pack.kv.values[-1].sum().item() for pack in engine.build_packs(PACKS, progress=False)],
+    "steering": lambda engine: engine.make_steering([("I am glad.", "I am sad.")], progress=False).id,
+    **{
+        name: lambda engine, name=name: (
+            engine.generate(
+                ASKED,
+                packs=[engine.build_pack(text, compiled_for="system") for text in PACKS],
+                composer=name,
+                max_tokens=2,
+            ).token_ids
+        )
+        for name in ("splice", "blend", "select:packs=2")
+    },
+}
+"""Everything that runs the model for a request."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whichever_pass_fails_the_result_is_the_same(way, engine, device):
+    compute = WAYS[way]
+    expected, passes = compute(engine), device.passes
+    engine.clear_cache()
+    assert compute(engine) == expected
+    passes = device.passes - passes
+    for at in range(1, passes + 1):
+        engine.clear_cache()
+        device.fail_at(at)
+        assert compute(engine) == expected, at
+    assert device.passes > passes * passes
+    device.fail_at(*range(10**6))
+    with pytest.raises(CacheBudgetError, match="too little memory"):
+        engine.clear_cache() or compute(engine)
+
+
+@pytest.mark.parametrize(
+    "said", ["MPS backend out of memory (MPS allocated: 9 GB)", "CUBLAS_STATUS_ALLOC_FAILED", None]
+)
+def test_other_libraries_say_it_in_other_words(said, engine, device):
+    device.error = RuntimeError(said or "The sizes do not match.")
+    device.fail_at(1)
+    if said:
+        assert engine.generate("Hi", max_tokens=2).usage.completion_tokens > 0
+    else:
+        with pytest.raises(RuntimeError, match="do not match"):
+            engine.generate("Hi", max_tokens=2)
 
 
 def assert_tree_is_right(engine, ids):

@@ -18,6 +18,8 @@ from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.parity.families import model_of
 
 _NEEDS_HOST = ("nonzero", "equal", "masked_select", "unique")
+_MORE = ("qwen3", "gemma", "phi3", "mistral")
+_STEPS = 40
 _REFUSED = "operation not permitted when stream is capturing"
 
 
@@ -75,7 +77,10 @@ def model_with_rows(kind, monkeypatch):
     return load_engine(source, tokenizer=tiny_tokenizer(), chunk_tokens=64, cache_bytes=20_000_000)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe", "gemma", "phi3", "gemma3_text", "mistral"])
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "qwen3_moe", "gemma3_text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in _MORE)],
+)
 def test_replayed_rows_are_plain_ones(kind, monkeypatch):
     """Behind the edges at which the step is recorded again, within windows and behind them, for rows that differ."""
     model, draw, record = model_with_rows(kind, monkeypatch).engine.model, random.Random(0), Recorder()
@@ -88,7 +93,7 @@ def test_replayed_rows_are_plain_ones(kind, monkeypatch):
                 layer.values.fill_(torch.nan)
             model.forward(torch.tensor([ids]), buffer, logits=False)
     replayed = ReplayedRows(model.network, both[0], model.sees, record)
-    for step in range(70):
+    for step in range(_STEPS):
         tokens = [draw.randrange(256) for _ in starts]
         found = replayed.step(tokens)
         expected = [
@@ -99,7 +104,7 @@ def test_replayed_rows_are_plain_ones(kind, monkeypatch):
         assert one.length == other.length
         torch.testing.assert_close(one.read(0, one.length).keys, other.read(0, other.length).keys, rtol=1e-4, atol=1e-4)
     assert record.recorded > 2
-    assert record.replayed == 70 - PLAIN_STEPS
+    assert record.replayed == _STEPS - PLAIN_STEPS
 
 
 def test_answers_are_the_same_alone_and_together(monkeypatch):

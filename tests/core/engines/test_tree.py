@@ -211,3 +211,64 @@ def test_threads_share_one_tree():
     assert tree.nbytes <= tree.budget_bytes
     tree.clear()
     assert tree.nbytes == 0
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(prompts, max_size=12), st.integers(0, 12), st.sampled_from([0, 3, 8, 20, 10**6]))
+def test_what_the_device_evicts_is_in_host_memory(known, room, host):
+    """It is found and comes back, within both budgets, and no node holds memory that another one gave up."""
+    tree, inserted = PrefixTree(8 * room, host_bytes=8 * host), {}
+    for ids in [*known, *known]:
+        path = tree.match(ids, logits=False)
+        assert held(path) == [float(token * 1000 + at) for at, token in enumerate(ids[: path.tokens])]
+        assert path.tokens >= inserted.get(ids, 0) or host < 10**6
+        if path.tokens < len(ids):
+            path.extend(ids[path.tokens :], kv(ids[path.tokens :], path.tokens))
+        path.place(lambda start, stop, ids=ids: kv(ids[start:stop], start).clone(), torch.device("cpu"))
+        inserted[ids] = path.tokens
+        path.release()
+        assert tree.nbytes == sum(node.nbytes for node in tree._age) <= tree.budget_bytes
+        assert tree.host_nbytes == sum(node.nbytes for node in tree._cold) <= tree.host_bytes
+        stored = {
+            (side := tensor.untyped_storage()).data_ptr(): side.nbytes()
+            for node in tree._cold
+            for tensor in node.kv._all
+        }
+        assert sum(stored.values()) == tree.host_nbytes
+    tree.clear()
+    assert tree.nbytes == tree.host_nbytes == len(tree) == 0
+
+
+def test_what_is_pinned_or_in_use_does_not_move_to_the_host():
+    tree = PrefixTree(8 * 4, host_bytes=8 * 100)
+    pinned = tree.match((1, 2))
+    pinned.extend((1, 2), kv((1, 2)))
+    node = pinned.pin()
+    pinned.release()
+    tree.vacate()
+    assert (tree.nbytes, tree.host_nbytes) == (8 * 2, 0)
+    tree.unpin(node)
+    tree.vacate()
+    assert (tree.nbytes, tree.host_nbytes) == (0, 8 * 2)
+    path = tree.match((1, 2), logits=False)
+    tree.clear()
+    assert len(tree) == 1, "it is in use"
+    path.release()
+
+
+def test_a_path_that_does_not_fit_whole_comes_back_in_part():
+    tree, ids = PrefixTree(8 * 4, host_bytes=8 * 100), (1, 2, 3, 4, 5)
+    insert(tree, ids[:3], logits=False)
+    tree.vacate()
+    insert(tree, ids, logits=False)
+    path = tree.match(ids, logits=False)
+    path.place(lambda start, stop: kv(ids[start:stop], start), torch.device("cpu"))
+    tree.vacate()
+    path.place(lambda start, stop: kv(ids[start:stop], start), torch.device("cpu"))
+    assert (tree.nbytes, tree.host_nbytes) == (8 * 2, 8 * 3), "the last node is in use and stays"
+    path.release()
+    tree.vacate()
+    path = tree.match(ids, logits=False)
+    path.place(lambda start, stop: kv(ids[start:stop], start), torch.device("cpu"))
+    assert (tree.nbytes, tree.host_nbytes) == (8 * 3, 8 * 2), "the first one is not moved out for the last"
+    path.release()

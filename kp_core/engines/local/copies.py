@@ -1,0 +1,69 @@
+"""Copies of KV between the host and a CUDA device, on a stream of their own: the device computes meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from kp_core.kv import KVTensors
+
+__all__ = ["CopyStream", "to_host"]
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@torch.inference_mode()
+def to_host(kv: KVTensors) -> KVTensors:
+    """A compact copy in host memory, pinned if `kv` is on a CUDA device or pinned. Returns when it is complete."""
+    stream = _stream_of(kv.device) if kv.device.type == "cuda" else None
+
+    def copied(tensor: Tensor) -> Tensor:
+        is_pinned = stream is not None or tensor.is_pinned()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
+        return host.copy_(tensor, non_blocking=stream is not None)
+
+    if stream is not None:  # Some of it may still be computed.
+        stream.wait_stream(torch.cuda.current_stream(kv.device))
+    with torch.cuda.stream(stream):  # Of no effect without one.
+        copy = KVTensors(*(tuple(map(copied, side)) for side in (kv.keys, kv.values, kv.states)))
+    if stream is not None:
+        stream.synchronize()
+    return copy
+
+
+class CopyStream:
+    """Copies KV from the host into the buffers of a CUDA device, layer by layer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def takes(self, kv: KVTensors) -> bool:
+        """Whether `kv` is to be copied here."""
+        return kv.device.type == "cpu"
+
+    def start(self, layers: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> list[Callable[[], None]]:
+        """Begin to copy, for each layer, sources into targets, as `(target, source)`.
+
+        Returns for each layer a function that lets what the calling thread computes from then on wait for the copy.
+        """
+        stream, arrivals = _stream_of(self._device), list[Callable[[], None]]()
+        stream.wait_stream(torch.cuda.current_stream(self._device))  # The targets may be in use until then.
+        with torch.cuda.stream(stream):
+            for pairs in layers:
+                for target, source in pairs:
+                    # Torch copies what is not contiguous through memory that is not pinned. Each head is contiguous.
+                    parts = [(target, source)] if source.is_contiguous() else zip(target, source, strict=True)
+                    for part, source_part in parts:
+                        part.copy_(source_part, non_blocking=True)
+                    target.record_stream(stream)
+                arrivals.append(partial(self._wait, stream.record_event()))
+        return arrivals
+
+    def _wait(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
