@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from kp_cli.signs import waiting
+
 __all__ = ["INTERRUPTED", "importing", "main"]
 
 INTERRUPTED = "Interrupted. What was reported as done is stored; a build goes on from there.\n"
@@ -43,7 +45,7 @@ def importing() -> Iterator[None]:
 def main() -> None:
     """Run `kp` and exit."""
     try:
-        with importing():
+        with importing(), waiting("Starting"):
             from kp_cli.app import run
     except ImportError as error:
         sys.stderr.write(f'kp needs {error.name}: `pip install "knowledge-packs[cli]"`.\n')

@@ -19,7 +19,8 @@ from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from kp_cli import INTERRUPTED, importing
-from kp_cli.shared import ERRORS, message_of, plain
+from kp_cli.shared import ERRORS, fitted, message_of, plain
+from kp_cli.signs import waiting
 
 __all__ = ["app", "run"]
 
@@ -55,7 +56,7 @@ Knowledge Packs: facts found by meaning, and handed to a model without being rea
 
   kp demo                    see it in a minute; nothing to prepare
   kp build notes FOLDER      make a collection of files: PDF, Word, Markdown, HTML, text
-  kp ask notes "QUESTION"    an answer from it; ask twice, and see what the second saves
+  kp ask notes "QUESTION"    an answer from it; asked again, its packs are ready
   kp size notes              what storing it for the model takes
   kp --help                  all commands\
 """
@@ -73,7 +74,7 @@ class _Late(TyperGroup):
 @functools.cache
 def _command(name: str) -> Any:  # noqa: ANN401 - a command of Click
     """A command with its options."""
-    with importing():
+    with importing(), waiting("Loading libraries"):
         command = getattr(importlib.import_module(f"kp_cli.{_COMMANDS[name][0]}"), name)
     if not isinstance(command, typer.Typer):
         single_app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
@@ -97,7 +98,7 @@ for _name, (_, _about) in _COMMANDS.items():
 
 class _Plain(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return plain(super().format(record))
+        return fitted(plain(super().format(record)))
 
 
 @app.callback()
@@ -159,4 +160,4 @@ def _say(error: Exception, *, as_json: bool) -> None:
     message = plain(" ".join(message_of(error).splitlines()))
     if as_json:
         sys.stdout.write(json.dumps({"error": type(error).__name__, "message": message}) + "\n")
-    sys.stderr.write(f"kp: {message}\n")
+    sys.stderr.write(fitted(f"kp: {message}") + "\n")

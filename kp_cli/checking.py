@@ -24,6 +24,7 @@ from kp_cli.shared import (
     table_of,
     tell,
 )
+from kp_cli.signs import waiting
 from kp_core import PackStore
 from kp_core.delivery import Delivery
 from kp_core.engines.session import Session
@@ -79,7 +80,8 @@ def verify(  # noqa: PLR0913 - one parameter per option or group of options
     """
     # This command reports what opening would log.
     logging.getLogger("kp_core").setLevel(logging.ERROR)
-    faults, orphans, packs = _check(path, options)
+    with waiting("Checking"):
+        faults, orphans, packs = _check(path, options)
     left = faults
     if repair and faults:
         lost = _repair(path, options, packs)
@@ -87,7 +89,9 @@ def verify(  # noqa: PLR0913 - one parameter per option or group of options
         left += lost
     counts = {"checked": 0, "other_model": 0}
     if template and is_store(packs) and len(store := PackStore(packs)):
-        different = _check_template(model.load(), store, counts)
+        session = model.load()
+        with waiting("Rendering packs"):
+            different = _check_template(session, store, counts)
         faults, left = faults + different, left + different
     report = {"path": path, "wrong": faults, "repaired": repair and bool(faults), "left": left}
     message = Text()

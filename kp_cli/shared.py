@@ -8,7 +8,9 @@ import inspect
 import json
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, is_dataclass
@@ -22,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kp_cli import importing
+from kp_cli.signs import waiting
 from kp_core.bundled import check_reachable
 from kp_core.errors import FactError, KnowledgePackError, ModelError, SourceError
 from kp_core.facts import ChromaFactStore, Fact, Filter, Hit, LexicalReranker
@@ -51,6 +54,7 @@ __all__ = [
     "did_you_mean",
     "existing",
     "filter_of",
+    "fitted",
     "is_collection",
     "is_store",
     "located",
@@ -121,7 +125,7 @@ class ModelOptions:
 
     def load(self) -> Session:
         """A session on the engine. Raises `ModelError` if there is none."""
-        with importing():
+        with importing(), waiting("Loading libraries"):
             from kp_core import load_engine
 
             if self.engine is None:
@@ -132,7 +136,8 @@ class ModelOptions:
         if (self.engine or "").startswith(("http://", "https://")) and (key := os.environ.get("KP_API_KEY")):
             settings["api_key"] = key
         try:
-            return load_engine(self.model, engine=self.engine, **settings)
+            with waiting("Loading the model"):
+                return load_engine(self.model, engine=self.engine, **settings)
         except TypeError as error:
             if self.engine is None:
                 raise
@@ -294,6 +299,15 @@ def console() -> Console:
     return terminal if terminal.is_terminal else _Terminal(highlight=False, markup=False, width=80)
 
 
+def fitted(text: str) -> str:
+    """`text` for standard error: wrapped at words in a terminal; a line stays one in a file or pipe."""
+    if not sys.stderr.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = (textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) for line in text.splitlines())
+    return "\n".join("\n".join(parts) for parts in lines)
+
+
 def print_json(data: Mapping[str, Any]) -> None:
     """Print one JSON object."""
     encoded = json.dumps(data, ensure_ascii=False, indent=2, default=str)
@@ -306,7 +320,7 @@ def tell(data: Mapping[str, Any], said: RenderableType, *, as_json: bool) -> Non
     if as_json:
         print_json(data)
     else:
-        console().print(said, soft_wrap=isinstance(said, str | Text))
+        console().print(said, overflow="ignore" if isinstance(said, str | Text) else None, crop=False)
 
 
 def table_of(rows: Mapping[str, Any], title: str | None = None) -> Table:
@@ -367,6 +381,8 @@ def open_collection(
 ) -> ChromaFactStore:
     """Open the collection in a folder or on a server. Raises `FactError` if there is none, unless it may be `new`."""
     path = Path(place)
+    if path.is_dir() and any(path.iterdir()):
+        hint = f"`kp build NAME {place}` makes one of its files."
     if not new and not is_collection(place) and not any((path / name).exists() for name in (_DATABASE, _OLD)):
         collections = [name for name in siblings(path) if is_fact_store(Path(name))]
         raise FactError(f"There is no collection in {place}. {did_you_mean(place, collections, hint)}")

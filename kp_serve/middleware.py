@@ -48,6 +48,17 @@ _ROLES = {"developer": "system", "function": "tool"}
 _OF_THE_BODY = {b"content-length", b"content-type", b"content-encoding", b"transfer-encoding", b"accept-encoding"}
 
 
+def _is_true(record: logging.LogRecord) -> bool:
+    """Whether a line of vLLM's log holds here: it lists its routes, also those that we answer with 404."""
+    is_route = str(record.msg).startswith("Route: ") and isinstance(record.args, tuple) and record.args
+    return not is_route or record.args[0] in {"/health", *_GET, *_FIELDS}  # type: ignore[index]
+
+
+# vLLM imports this module, by the name in `--middleware`, before it lists its routes.
+for _handler in logging.getLogger("vllm").handlers:
+    _handler.addFilter(_is_true)
+
+
 class PackMiddleware:
     """Lets only listed endpoints through, resolves handles in chat messages for the key, and signs the key's rights.
 
