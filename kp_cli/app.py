@@ -40,6 +40,7 @@ _COMMANDS = {
     "chat": ("asking", "Talk with a model about a collection."),
     "play": ("play", "A page in the browser: packs and text side by side."),
     "size": ("knowledge", "What packs of a collection or of files take: tokens, disk, minutes."),
+    "status": ("checking", "What is compiled, from where, how large, and when it was last used."),
     "inspect": ("checking", "What is in a collection, a store of packs or a pack file."),
     "verify": ("checking", "Check that a collection, a store of packs or a pack file can be trusted."),
     "doctor": ("doctor", "Machine, packages, whether a model is supported, and where storing KV pays."),
@@ -52,10 +53,10 @@ _COMMANDS = {
 """Each command: its module, which is imported on call, as some take seconds; and its help."""
 
 _GUIDE = """\
-Knowledge Packs: facts found by meaning, and handed to a model without being read again.
+Knowledge Packs: facts found by meaning, for a model that has read them.
 
   kp demo                    see it in a minute; nothing to prepare
-  kp build notes FOLDER      make a collection of files: PDF, Word, Markdown, HTML, text
+  kp build notes FOLDER      a collection of files: PDF, Word, Markdown, HTML
   kp ask notes "QUESTION"    an answer from it; asked again, its packs are ready
   kp size notes              what storing it for the model takes
   kp --help                  all commands\

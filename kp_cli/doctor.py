@@ -15,6 +15,8 @@ from rich.console import Group
 
 from kp_cli.shared import ERRORS, JsonFlag, ModelOptions, spread, table_of, tell
 from kp_cli.signs import waiting
+from kp_core.packs.blobs import FolderBlobs
+from kp_core.packs.store import default_keep_bytes
 
 __all__ = ["doctor"]
 
@@ -63,6 +65,7 @@ def _machine() -> dict[str, Any]:
     from kp_core.engines.hf.loading import crowding
 
     cuda = torch.cuda.is_available()
+    kept = default_keep_bytes(FolderBlobs("."))
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
@@ -72,6 +75,7 @@ def _machine() -> dict[str, Any]:
         "busy": crowding() or "no",
         "memory_gb": round(pages * size / 1e9, 1),
         "free_disk_gb": round(shutil.disk_usage(".").free / 1e9, 1),
+        "store_of_packs": f"packs without a bound (max_bytes), KV behind them up to {kept / 1e9:.1f} GB (keep_bytes)",
         "accelerator": torch.cuda.get_device_name() if cuda else "none",
     }
 

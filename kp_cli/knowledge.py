@@ -191,7 +191,7 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
     """
     if not files and source.dataset is None and not (is_collection(place) and (compiling.compile or bank_size)):
         if Path(place).exists() and not is_collection(place):
-            raise typer.BadParameter(f"Got no name for the collection. `kp build NAME {place}` makes one of {place}.")
+            raise typer.BadParameter(f"Got no name. `kp build NAME {place}` makes one of {place}.")
         raise typer.BadParameter("Got neither files nor --dataset; give at least one.")
     skipped: list[SourceError] = []
     facts = source.facts(files or [], skipped)

@@ -21,7 +21,6 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
-from rich.text import Text
 
 from kp_cli import importing
 from kp_cli.signs import waiting
@@ -299,13 +298,16 @@ def console() -> Console:
     return terminal if terminal.is_terminal else _Terminal(highlight=False, markup=False, width=80)
 
 
-def fitted(text: str) -> str:
-    """`text` for standard error: wrapped at words in a terminal; a line stays one in a file or pipe."""
-    if not sys.stderr.isatty():
-        return text
-    width = shutil.get_terminal_size().columns
-    lines = (textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) for line in text.splitlines())
-    return "\n".join("\n".join(parts) for parts in lines)
+def fitted(text: str, width: int | None = None) -> str:
+    """`text` in lines of at most `width` characters, broken between words.
+
+    By default for standard error: as wide as its terminal; a line stays one in a file or pipe.
+    """
+    if width is None:
+        width = shutil.get_terminal_size().columns if _is_terminal() else sys.maxsize
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "  "}
+    lines = text.split("\n")
+    return "\n".join("\n".join(textwrap.wrap(line, width, **options)) if len(line) > width else line for line in lines)
 
 
 def print_json(data: Mapping[str, Any]) -> None:
@@ -320,7 +322,8 @@ def tell(data: Mapping[str, Any], said: RenderableType, *, as_json: bool) -> Non
     if as_json:
         print_json(data)
     else:
-        console().print(said, overflow="ignore" if isinstance(said, str | Text) else None, crop=False)
+        out = console()
+        out.print(fitted(said, out.width) if isinstance(said, str) else said, soft_wrap=isinstance(said, str))
 
 
 def table_of(rows: Mapping[str, Any], title: str | None = None) -> Table:
@@ -426,6 +429,10 @@ def sourced(fact: Fact) -> str:
 def counted(count: int, noun: str) -> str:
     """`1 fact`, `2 facts`."""
     return f"{count:,} {noun}" + "s" * (count != 1)
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty()
 
 
 def _shown(value: object) -> str:

@@ -24,7 +24,8 @@ def waiting(doing: str) -> Iterator[None]:
             if ended.wait(_EVERY_S if number else _FIRST_S):
                 return
             line = f"{doing} ..." + (f" {time.monotonic() - began:.0f} s" if number else "")
-            if bars := getattr(sys.modules.get("tqdm"), "tqdm", None):
+            bars = getattr(sys.modules.get("tqdm"), "tqdm", None) if sys.stderr.isatty() else None
+            if bars is not None:
                 bars.write(line, file=sys.stderr)  # Beside a bar in a terminal, not into it.
             else:
                 sys.stderr.write(f"{line}\n")
