@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from kp_cli.resident import run_there
 from kp_cli.signs import waiting
 
 __all__ = ["INTERRUPTED", "importing", "main"]
@@ -44,6 +45,8 @@ def importing() -> Iterator[None]:
 
 def main() -> None:
     """Run `kp` and exit."""
+    if (code_there := run_there(sys.argv[1:])) is not None:
+        sys.exit(code_there)
     try:
         with importing(), waiting("Starting"):
             from kp_cli.app import run

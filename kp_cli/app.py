@@ -22,7 +22,7 @@ from kp_cli import INTERRUPTED, importing
 from kp_cli.shared import ERRORS, fitted, message_of, plain
 from kp_cli.signs import waiting
 
-__all__ = ["app", "run"]
+__all__ = ["app", "load_command", "run"]
 
 # Some releases of Typer bring their own Click, and do not export this class.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
@@ -44,6 +44,8 @@ _COMMANDS = {
     "inspect": ("checking", "What is in a collection, a store of packs or a pack file."),
     "verify": ("checking", "Check that a collection, a store of packs or a pack file can be trusted."),
     "doctor": ("doctor", "Machine, packages, whether a model is supported, and where storing KV pays."),
+    "up": ("keeping", "Keep a model loaded, so that `ask` and others begin at once."),
+    "down": ("keeping", "End what `kp up` began."),
     "mcp": ("mcp", "Serve a collection to agents over the Model Context Protocol."),
     "serve": ("serving", "Serve a model with its packs to a team, on vLLM."),
     "key": ("serving", "Make a key for `kp serve`."),
@@ -69,11 +71,11 @@ class _Late(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - of Click, which Typer hides
         """See `TyperGroup.resolve_command`."""
         name, _, arguments = super().resolve_command(ctx, args)
-        return name, None if name is None else _command(name), arguments
+        return name, None if name is None else load_command(name), arguments
 
 
 @functools.cache
-def _command(name: str) -> Any:  # noqa: ANN401 - a command of Click
+def load_command(name: str) -> Any:  # noqa: ANN401 - a command of Click
     """A command with its options."""
     with importing(), waiting("Loading libraries"):
         command = getattr(importlib.import_module(f"kp_cli.{_COMMANDS[name][0]}"), name)

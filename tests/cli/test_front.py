@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kp_cli import INTERRUPTED, demo
-from kp_cli.app import _COMMANDS, _command
+from kp_cli.app import _COMMANDS, load_command
 from kp_cli.signs import waiting
 from kp_core import PackStore
 from tests.cli.conftest import ENVIRONMENT, Kp, as_json
@@ -40,8 +40,8 @@ def test_kp_alone_says_what_to_do_and_which_collections_are_here(kp: Kp, bank: P
 
 def test_every_command_is_where_the_table_says() -> None:
     for name in _COMMANDS:
-        assert _command(name).name == name
-        assert _command(name).help
+        assert load_command(name).name == name
+        assert load_command(name).help
 
 
 def test_a_search_loads_neither_torch_nor_what_stands_on_it(bank: Path) -> None:
