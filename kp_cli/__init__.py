@@ -45,7 +45,9 @@ def importing() -> Iterator[None]:
 
 def main() -> None:
     """Run `kp` and exit."""
-    if (code_there := run_there(sys.argv[1:])) is not None:
+    with importing():
+        code_there = run_there(sys.argv[1:])
+    if code_there is not None:
         sys.exit(code_there)
     try:
         with importing(), waiting("Starting"):

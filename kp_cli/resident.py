@@ -53,8 +53,12 @@ def run_there(arguments: list[str]) -> int | None:
             if "code" in message:
                 return int(message["code"])
             stream = sys.stdout if "out" in message else sys.stderr
-            stream.write(message.get("out") or message.get("err") or "")
-            stream.flush()
+            try:
+                stream.write(message.get("out") or message.get("err") or "")
+                stream.flush()
+            except BrokenPipeError:  # The reader has enough (`kp search … | head`). At exit there is nothing to flush.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                return 1
             line = lines.readline()
     sys.stderr.write("kp: The resident engine has ended in the middle of this command. Ask again.\n")
     return 1
