@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import Collection, Coroutine, Iterator, MutableMapping
 from typing import Any
@@ -50,8 +51,8 @@ _OF_THE_BODY = {b"content-length", b"content-type", b"content-encoding", b"trans
 
 def _is_true(record: logging.LogRecord) -> bool:
     """Whether a line of vLLM's log holds here: it lists its routes, also those that we answer with 404."""
-    is_route = str(record.msg).startswith("Route: ") and isinstance(record.args, tuple) and record.args
-    return not is_route or record.args[0] in {"/health", *_GET, *_FIELDS}  # type: ignore[index]
+    route = re.match(r"Route: ([^,]+), ", record.getMessage())
+    return route is None or route[1] in {"/health", *_GET, *_FIELDS}
 
 
 # vLLM imports this module, by the name in `--middleware`, before it lists its routes.
