@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from kp_cli.resident import run_there
+from kp_cli.signs import waiting
+
 __all__ = ["INTERRUPTED", "importing", "main"]
 
 INTERRUPTED = "Interrupted. What was reported as done is stored; a build goes on from there.\n"
@@ -42,8 +45,12 @@ def importing() -> Iterator[None]:
 
 def main() -> None:
     """Run `kp` and exit."""
+    with importing():
+        code_there = run_there(sys.argv[1:])
+    if code_there is not None:
+        sys.exit(code_there)
     try:
-        with importing():
+        with importing(), waiting("Starting"):
             from kp_cli.app import run
     except ImportError as error:
         sys.stderr.write(f'kp needs {error.name}: `pip install "knowledge-packs[cli]"`.\n')

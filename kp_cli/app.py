@@ -19,9 +19,10 @@ from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from kp_cli import INTERRUPTED, importing
-from kp_cli.shared import ERRORS, message_of, plain
+from kp_cli.shared import ERRORS, fitted, message_of, plain
+from kp_cli.signs import waiting
 
-__all__ = ["app", "run"]
+__all__ = ["app", "load_command", "run"]
 
 # Some releases of Typer bring their own Click, and do not export this class.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
@@ -39,9 +40,12 @@ _COMMANDS = {
     "chat": ("asking", "Talk with a model about a collection."),
     "play": ("play", "A page in the browser: packs and text side by side."),
     "size": ("knowledge", "What packs of a collection or of files take: tokens, disk, minutes."),
+    "status": ("checking", "What is compiled, from where, how large, and when it was last used."),
     "inspect": ("checking", "What is in a collection, a store of packs or a pack file."),
     "verify": ("checking", "Check that a collection, a store of packs or a pack file can be trusted."),
     "doctor": ("doctor", "Machine, packages, whether a model is supported, and where storing KV pays."),
+    "up": ("keeping", "Keep a model loaded, so that `ask` and others begin at once."),
+    "down": ("keeping", "End what `kp up` began."),
     "mcp": ("mcp", "Serve a collection to agents over the Model Context Protocol."),
     "serve": ("serving", "Serve a model with its packs to a team, on vLLM."),
     "key": ("serving", "Make a key for `kp serve`."),
@@ -52,11 +56,11 @@ _COMMANDS = {
 """Each command: its module, which is imported on call, as some take seconds; and its help."""
 
 _GUIDE = """\
-Knowledge Packs: facts found by meaning, and handed to a model without being read again.
+Knowledge Packs: facts found by meaning, for a model that has read them.
 
   kp demo                    see it in a minute; nothing to prepare
-  kp build notes FOLDER      make a collection of files: PDF, Word, Markdown, HTML, text
-  kp ask notes "QUESTION"    an answer from it; ask twice, and see what the second saves
+  kp build notes FOLDER      a collection of files: PDF, Word, Markdown, HTML
+  kp ask notes "QUESTION"    an answer from it; asked again, its packs are ready
   kp size notes              what storing it for the model takes
   kp --help                  all commands\
 """
@@ -68,13 +72,13 @@ class _Late(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - of Click, which Typer hides
         """See `TyperGroup.resolve_command`."""
         name, _, arguments = super().resolve_command(ctx, args)
-        return name, None if name is None else _command(name), arguments
+        return name, None if name is None else load_command(name), arguments
 
 
 @functools.cache
-def _command(name: str) -> Any:  # noqa: ANN401 - a command of Click
+def load_command(name: str) -> Any:  # noqa: ANN401 - a command of Click
     """A command with its options."""
-    with importing():
+    with importing(), waiting("Loading libraries"):
         command = getattr(importlib.import_module(f"kp_cli.{_COMMANDS[name][0]}"), name)
     if not isinstance(command, typer.Typer):
         single_app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
@@ -98,7 +102,7 @@ for _name, (_, _about) in _COMMANDS.items():
 
 class _Plain(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return plain(super().format(record))
+        return fitted(plain(super().format(record)))
 
 
 @app.callback()
@@ -160,4 +164,4 @@ def _say(error: Exception, *, as_json: bool) -> None:
     message = plain(" ".join(message_of(error).splitlines()))
     if as_json:
         sys.stdout.write(json.dumps({"error": type(error).__name__, "message": message}) + "\n")
-    sys.stderr.write(f"kp: {message}\n")
+    sys.stderr.write(fitted(f"kp: {message}") + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from kp_cli.shared import (
     spread,
     tell,
 )
+from kp_cli.signs import waiting
 from kp_core import Generation, Message, PackStore
 from kp_core.compose import composer_of
 from kp_core.delivery import KV, Delivery, Found, Unit
@@ -111,8 +113,9 @@ def ask(  # noqa: PLR0913 - one parameter per option or group of options
     lines = ["\nSources:" if results else f"\nSources: {_NOTHING}."]
     for number, result in enumerate(results, 1):
         lines.append(f"  {number}. {_name(result)}  ({result.hit.score:.3f}, {result.handle or 'as text'})")
-    lines.append(_usage(generation))
-    tell({**report, "answers": {"text" if text else "packs": answer}}, "\n".join(lines), as_json=as_json)
+    lines.append(_usage(generation, asker.found_s))
+    report |= {"found_s": asker.found_s, "answers": {"text" if text else "packs": answer}}
+    tell(report, "\n".join(lines), as_json=as_json)
 
 
 @spread
@@ -137,7 +140,7 @@ def chat(
                 continue
             messages = [*request["messages"], {"role": "assistant", "content": generation.text}]
             names = ", ".join(dict.fromkeys(_name(result) for result in results)) or _NOTHING
-            out.print(f"from {names}\n{_usage(generation)}\n", style="dim", soft_wrap=True)
+            out.print(f"from {names}\n{_usage(generation, asker.found_s)}\n", style="dim")
 
 
 class _Asker:
@@ -159,10 +162,11 @@ class _Asker:
         # Check the options before loading a model, which may take minutes.
         self._wanted, self._asked = options.keywords(), {"max_tokens": max_tokens, **options.asked()}
         # Banks are made on first use, which writes to the collection.
-        facts = stack.enter_context(options.reading(place, read_only=options.unit != "bank"))
-        if not len(facts):
-            facts.search("anything")
-        self.session = options.load()
+        with waiting("Opening the collection"):
+            facts = stack.enter_context(options.reading(place, read_only=options.unit != "bank"))
+            if not len(facts):
+                facts.search("anything")
+        self.session, self.found_s = options.load(), 0.0
         self._store, self._namespaces = PackStore(options.folder(place, facts)), {options.namespace or "default"}
         default: KV = "stored" if "kv" in self.session.engine.supports else "lazy"
         self._packs = Delivery(
@@ -179,7 +183,10 @@ class _Asker:
 
     def search(self, question: str, k: int) -> list[Found]:
         """The `k` units that have the best facts, with their packs."""
-        results = self._packs.search(question, k, **self._wanted)
+        began = time.perf_counter()
+        with waiting("Finding facts and compiling their packs"):
+            results = self._packs.search(question, k, **self._wanted)
+        self.found_s = time.perf_counter() - began
         self._namespaces |= {result.unit.namespace for result in results}
         return results
 
@@ -208,11 +215,16 @@ class _Asker:
     def answer(self, request: dict[str, Any], *, live: bool) -> Generation:
         """An answer; with `live`, it is printed piece by piece."""
         with closing(self.session.stream(**request)) as stream:
-            for piece in stream if live else ():
+            if not live:
+                with waiting("Answering"):
+                    return stream.result()
+            with waiting("Reading the prompt"):
+                piece = next(stream, "")
+            while piece:
                 sys.stdout.write(plain(piece))
                 sys.stdout.flush()
-            if live:
-                sys.stdout.write("\n")
+                piece = next(stream, "")
+            sys.stdout.write("\n")
             return stream.result()
 
 
@@ -230,11 +242,13 @@ def _name(found: Found) -> str:
     return " · ".join(part for part in (fact.title, sourced(fact)) if part) or fact.text[:60]
 
 
-def _usage(generation: Generation) -> str:
+def _usage(generation: Generation, found_s: float) -> str:
+    """What an answer cost, for whoever waited for it: `found_s` went by before the model was asked."""
     usage = generation.usage
     note = f" ({usage.approximate_tokens} approximate)" if usage.approximate_tokens else ""
     note += f", {usage.unread_packs} packs not read" if usage.unread_packs else ""
     return (
         f"sent {usage.prompt_tokens} tokens, packs delivered {usage.pack_tokens}{note}; {usage.reused_tokens} reused, "
-        f"{usage.computed_tokens} computed; {usage.completion_tokens} generated, first after {usage.ttft_s:.2f} s"
+        f"{usage.computed_tokens} computed; {usage.completion_tokens} generated\n"
+        f"first token {found_s + usage.ttft_s:.2f} s after the question, {found_s:.2f} s of them for facts and packs"
     )

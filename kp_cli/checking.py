@@ -1,14 +1,17 @@
-"""`kp inspect`, `kp verify`: show what a collection, a store or a pack file holds, and check it."""
+"""`kp inspect`, `kp status`, `kp verify`: show what a collection, a store or a pack file holds, and check it."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
 from kp_cli.shared import (
@@ -16,6 +19,7 @@ from kp_cli.shared import (
     ModelOptions,
     PlaceOptions,
     TargetPath,
+    console,
     is_collection,
     is_store,
     located,
@@ -24,6 +28,7 @@ from kp_cli.shared import (
     table_of,
     tell,
 )
+from kp_cli.signs import waiting
 from kp_core import PackStore
 from kp_core.delivery import Delivery
 from kp_core.engines.session import Session
@@ -34,8 +39,10 @@ from kp_core.packs.file import read_pack
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack
 
-__all__ = ["inspect", "verify"]
+__all__ = ["inspect", "status", "verify"]
 
+_MOST_ROWS = 20
+_HINT = "`kp build COLLECTION FILE...` makes a collection."
 _QUESTION = "What is known about this?"
 
 
@@ -63,6 +70,42 @@ def inspect(
 
 
 @spread
+def status(
+    path: TargetPath,
+    *,
+    watch: Annotated[
+        float | None,
+        typer.Option("--watch", metavar="SECONDS", min=0.1, help="Look again after this time."),
+    ] = None,
+    options: PlaceOptions,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what is compiled: from where, how large, and when it was last used; what was used last comes first.
+
+    `used` is written once a minute, and when a process ends.
+    """
+    place = located(path)
+    if is_collection(path):
+        with open_collection(path, options, read_only=True) as facts:
+            place = options.folder(path, facts)
+    if not is_store(place):
+        if is_collection(path):
+            raise PackError(f"{path} has no packs yet. `kp build {path} --compile` or `kp ask` compiles some.")
+        raise FactError(f"{path} is neither a collection nor a store of packs. {_HINT}")
+    while True:
+        report = _about_sources(place)
+        if watch is not None and not as_json:
+            console().clear()  # Of a terminal alone.
+        tell(report, _sources_table(report), as_json=as_json)
+        if watch is None:
+            return
+        try:
+            time.sleep(watch)
+        except KeyboardInterrupt:
+            return
+
+
+@spread
 def verify(  # noqa: PLR0913 - one parameter per option or group of options
     path: TargetPath,
     *,
@@ -79,7 +122,8 @@ def verify(  # noqa: PLR0913 - one parameter per option or group of options
     """
     # This command reports what opening would log.
     logging.getLogger("kp_core").setLevel(logging.ERROR)
-    faults, orphans, packs = _check(path, options)
+    with waiting("Checking"):
+        faults, orphans, packs = _check(path, options)
     left = faults
     if repair and faults:
         lost = _repair(path, options, packs)
@@ -87,7 +131,9 @@ def verify(  # noqa: PLR0913 - one parameter per option or group of options
         left += lost
     counts = {"checked": 0, "other_model": 0}
     if template and is_store(packs) and len(store := PackStore(packs)):
-        different = _check_template(model.load(), store, counts)
+        session = model.load()
+        with waiting("Rendering packs"):
+            different = _check_template(session, store, counts)
         faults, left = faults + different, left + different
     report = {"path": path, "wrong": faults, "repaired": repair and bool(faults), "left": left}
     message = Text()
@@ -203,7 +249,7 @@ def _pack_file(path: str) -> Path:
     """The path of a pack file. Raises `FactError` if it is nothing of ours."""
     file = located(path)
     if not isinstance(file, Path) or not file.is_file():
-        raise FactError(f"{path} is neither a collection, nor a store of packs, nor a pack file.")
+        raise FactError(f"{path} is neither a collection, nor a store of packs, nor a pack file. {_HINT}")
     return file
 
 
@@ -251,6 +297,63 @@ def _about_store(path: str | Path) -> dict[str, Any]:
             "bytes": sum(entry.nbytes for entry in kept_entries),
         },
     }
+
+
+def _about_sources(place: str | Path) -> dict[str, Any]:
+    """The packs of a store, added up by the source that they were made of."""
+    store = PackStore(place)
+    used, sources = store.last_used(), dict[str, dict[str, Any]]()
+    for handle in store:
+        entries = list(store.entries(handle))
+        if not entries:  # Damaged, or removed meanwhile.
+            continue
+        origin = entries[0].provenance
+        source = origin.get("source") or origin.get("title") or "(not recorded)"
+        row = sources.setdefault(source, {"packs": 0, "with_kv": 0, "tokens": 0, "bytes": 0, "used": None})
+        row["packs"] += 1
+        row["with_kv"] += any(entry.stored_bytes for entry in entries)
+        row["tokens"] += len(entries[0].token_ids)
+        row["bytes"] += sum(entry.stored_bytes for entry in entries)
+        row["used"] = max(row["used"] or 0, used.get(str(handle), 0)) or None
+    rows = sorted(sources.items(), key=lambda item: -(item[1]["used"] or 0))
+    kept = list(store.kept())
+    return {
+        "store": str(place),
+        "sources": [{"source": source, **row} for source, row in rows],
+        "kept": {"entries": len(kept), "bytes": sum(entry.nbytes for entry in kept), "max_bytes": store.keep_bytes},
+        "max_bytes": store.max_bytes,
+    }
+
+
+def _sources_table(report: dict[str, Any]) -> Group:
+    rows, kept = report["sources"], report["kept"]
+    table = Table()
+    table.add_column("source", overflow="fold")
+    for name in ("packs", "with KV", "tokens", "MB", "used"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows[:_MOST_ROWS]:
+        table.add_row(row["source"], *_cells(row), _ago(row["used"]))
+    names = ("packs", "with_kv", "tokens", "bytes")
+    more, total = ({name: sum(row[name] for row in part) for name in names} for part in (rows[_MOST_ROWS:], rows))
+    if len(rows) > _MOST_ROWS:
+        table.add_row(f"{len(rows) - _MOST_ROWS:,} more", *_cells(more), "")
+    table.add_section()
+    table.add_row("all", *_cells(total), "")
+    kept_line = f"KV behind packs: {kept['bytes'] / 1e6:,.1f} MB kept, of at most {kept['max_bytes'] / 1e6:,.0f}."
+    return Group(f"Store: {report['store']}", table, kept_line)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [*(f"{row[name]:,}" for name in ("packs", "with_kv", "tokens")), f"{row['bytes'] / 1e6:,.1f}"]
+
+
+def _ago(moment: float | None) -> str:
+    """How long ago it was, in the largest unit that fits."""
+    if moment is None:
+        return "-"
+    seconds = max(0.0, time.time() - moment)
+    units = (("d", 86400), ("h", 3600), ("min", 60))
+    return next((f"{seconds // size:.0f} {name} ago" for name, size in units if seconds >= size), "now")
 
 
 def _about_pack(pack: KnowledgePack) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _STYLED = "What is the sun?"
 _ALPHAS = {-1.0: "casual", 0.0: "as it is", 1.5: "formal"}
 _NEXT = (
     ("kp build notes FOLDER", "your own files: PDF, Word, Markdown, HTML, text"),
-    ("kp ask notes QUESTION", "ask twice, and see what the second question saves"),
+    ("kp ask notes QUESTION", "its packs are compiled by the first question that needs them"),
     ("kp chat notes", "go on asking"),
     ("kp --help", "all else; README.md has LangChain, LlamaIndex, Python"),
 )
@@ -41,7 +41,6 @@ def demo(*, model: ModelOptions) -> None:
     began, out = time.perf_counter(), console()
     out.print("Knowledge Packs: text is read once, and then only named.", style="bold")
     with ExitStack() as stack:
-        out.print("Loading the model ...")
         session, folder = model.load(), stack.enter_context(tempfile.TemporaryDirectory(prefix="kp-demo-"))
         stack.callback(session.close)  # Before the folder is deleted: kept KV may still be written.
         demonstration = _Demo(out, session, Path(folder))

@@ -8,15 +8,15 @@ import platform
 import shutil
 import time
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Group
 
 from kp_cli.shared import ERRORS, JsonFlag, ModelOptions, spread, table_of, tell
-
-if TYPE_CHECKING:
-    from kp_core import Session
+from kp_cli.signs import waiting
+from kp_core.packs.blobs import FolderBlobs
+from kp_core.packs.store import default_keep_bytes
 
 __all__ = ["doctor"]
 
@@ -45,13 +45,15 @@ def doctor(
     as_json: JsonFlag = False,
 ) -> None:
     """Machine, packages, whether a model is supported and why not (exit code 3), and where storing KV pays."""
+    with waiting("Loading libraries"):
+        machine = _machine()  # First: what is measured below makes a load of its own.
     name = before or model.model or model.engine or "bundled SmolLM2-135M-Instruct"
     model_report: dict[str, Any] = {"supported": True}
     try:
-        model_report |= _foreseen(before, model.dtype) if before else _measured(model.load())
+        model_report |= _foreseen(before, model.dtype) if before else _measured(model)
     except ERRORS as error:
         model_report = {"supported": False, "why_not": str(error)}
-    report = {"machine": _machine(), "packages": _packages(), "model": {"name": name, **model_report}}
+    report = {"machine": machine, "packages": _packages(), "model": {"name": name, **model_report}}
     tell(report, Group(*(table_of(rows, part) for part, rows in report.items())), as_json=as_json)
     if not model_report["supported"]:
         raise typer.Exit(3)
@@ -60,15 +62,20 @@ def doctor(
 def _machine() -> dict[str, Any]:
     import torch
 
+    from kp_core.engines.hf.loading import crowding
+
     cuda = torch.cuda.is_available()
+    kept = default_keep_bytes(FolderBlobs("."))
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
+        "busy": crowding() or "no",
         "memory_gb": round(pages * size / 1e9, 1),
         "free_disk_gb": round(shutil.disk_usage(".").free / 1e9, 1),
+        "store_of_packs": f"packs without a bound (max_bytes), KV behind them up to {kept / 1e9:.1f} GB (keep_bytes)",
         "accelerator": torch.cuda.get_device_name() if cuda else "none",
     }
 
@@ -103,7 +110,8 @@ def _foreseen(name: str, dtype: str | None) -> dict[str, Any]:
     return report | ({"state_bytes": forecast.state_bytes} if forecast.state_bytes else {})
 
 
-def _measured(session: Session) -> dict[str, Any]:
+def _measured(model: ModelOptions) -> dict[str, Any]:
+    session = model.load()
     features = session.engine.supports
     report = {
         "dtype": session.fingerprint.dtype,
@@ -118,12 +126,13 @@ def _measured(session: Session) -> dict[str, Any]:
     if "kv" not in features:
         return report | {"advice": "keep packs lazy: this engine gives no KV to store"}
     text = _PROBE_TEXT[: session.max_positions * 3 // 4]
-    session.build_pack(text)  # Warm up: kernels load with the first pack.
     paces = []
-    for _ in range(_REPEATS):
-        began = time.perf_counter()
-        pack = session.build_pack(text)
-        paces.append(len(pack.prefix.token_ids + pack.token_ids) / (time.perf_counter() - began))
+    with waiting("Measuring"):
+        session.build_pack(text)  # Warm up: kernels load with the first pack.
+        for _ in range(_REPEATS):
+            began = time.perf_counter()
+            pack = session.build_pack(text)
+            paces.append(len(pack.prefix.token_ids + pack.token_ids) / (time.perf_counter() - began))
     pace = median(paces)
     size = pack.nbytes / len(pack.token_ids)
     return report | {

@@ -36,6 +36,7 @@ from kp_cli.shared import (
     spread,
     tell,
 )
+from kp_cli.signs import waiting
 from kp_core import edit as editing
 from kp_core.compiling import compile_cost, find_compiled, provenance_of
 from kp_core.delivery import KV, Delivery, Unit
@@ -189,6 +190,8 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
     Facts are stored as they are read. Facts that are already stored are not embedded again.
     """
     if not files and source.dataset is None and not (is_collection(place) and (compiling.compile or bank_size)):
+        if Path(place).exists() and not is_collection(place):
+            raise typer.BadParameter(f"Got no name. `kp build NAME {place}` makes one of {place}.")
         raise typer.BadParameter("Got neither files nor --dataset; give at least one.")
     skipped: list[SourceError] = []
     facts = source.facts(files or [], skipped)
@@ -271,7 +274,8 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
             fact = collection.get(_found_id(name, collection))
             session, store = model.load(), PackStore(options.folder(place, collection))
             delivery = Delivery(collection, session, store, kv="stored", namespace=fact.namespace)
-            edited = delivery.edit(fact.id, old, new, how=how)
+            with waiting("Compiling"):
+                edited = delivery.edit(fact.id, old, new, how=how)
         old_handle, new_handle = (store.handle(version.text, version.namespace) for version in (fact, edited))
         pack = store.get(new_handle, PackKey(session.fingerprint))
     errata = [correction.line for correction in pack.edits.corrections]
@@ -378,7 +382,8 @@ def size(
         facts, banks = list(SourceOptions().facts([Path(path) for path in places], [])), BANK_SIZE
     units = [fact.text for fact in estimate_units(facts, unit, banks)]
     session = model.load()
-    costs = {kind: compile_cost(units, session, compress=kind) for kind in _STORED}
+    with waiting("Measuring"):
+        costs = {kind: compile_cost(units, session, compress=kind) for kind in _STORED}
     tokens, text_bytes = costs["none"].tokens, sum(len(text.encode()) for text in units)
     table = Table("stored as", "MB on disk", "minutes to compile", "")
     for kind, note in _STORED.items():
@@ -408,7 +413,7 @@ def _ingest(
     # Standard input is not a file; its size is unknown.
     total = sum(path.stat().st_size for root in files or () for path in (root, *root.rglob("*")) if path.is_file())
     added, remaining, read_count = Added(), iter(facts), 0
-    with bar_of("Adding", total or None, "B") as bar:
+    with bar_of("Adding", total or None, "B") as bar, waiting("Embedding facts"):
         while batch := list(itertools.islice(remaining, _ADDED_AT_ONCE)):
             added += collection.add(batch, ttl=ttl)
             read_count += len(batch)

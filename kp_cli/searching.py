@@ -14,6 +14,7 @@ from kp_cli.shared import (
     SearchOptions,
     about_hit,
     console,
+    fitted,
     is_store,
     print_json,
     sourced,
@@ -63,5 +64,6 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
         out.print(Text.assemble((f"{number}. {hit.score:.3f}", "bold"), title), soft_wrap=True)
         out.print(hit.fact.text)
         parts = [str(handle or "no pack"), hit.bank and f"bank {hit.bank}", sourced(hit.fact), f"id {hit.fact.id}"]
-        out.print(f"{' · '.join(part for part in parts if part)}\n", style="dim", soft_wrap=True)
+        origin = fitted(" · ".join(part for part in parts if part), out.width)
+        out.print(f"{origin}\n", style="dim", soft_wrap=True)
     out.print(f"Found {len(hits)} of {k}.")

@@ -8,7 +8,9 @@ import inspect
 import json
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, is_dataclass
@@ -19,9 +21,9 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
-from rich.text import Text
 
 from kp_cli import importing
+from kp_cli.signs import waiting
 from kp_core.bundled import check_reachable
 from kp_core.errors import FactError, KnowledgePackError, ModelError, SourceError
 from kp_core.facts import ChromaFactStore, Fact, Filter, Hit, LexicalReranker
@@ -35,9 +37,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ERRORS",
+    "RESIDENT",
     "JsonFlag",
     "MaybeNamespace",
     "ModelOptions",
+    "OtherModelError",
     "Place",
     "PlaceOptions",
     "ReadOptions",
@@ -51,6 +55,7 @@ __all__ = [
     "did_you_mean",
     "existing",
     "filter_of",
+    "fitted",
     "is_collection",
     "is_store",
     "located",
@@ -96,6 +101,14 @@ MaybeNamespace = Annotated[
 ]
 
 
+class OtherModelError(Exception):
+    """The resident engine has another model than the command wants."""
+
+
+RESIDENT: dict[tuple[str | None, ...], Session] = {}
+"""In the process of `kp up`: its session, by `ModelOptions.key`."""
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """Options for the model of a command, and for the engine that runs it."""
@@ -119,9 +132,19 @@ class ModelOptions:
         typer.Option(help="Default: the best that this machine supports."),
     ] = None
 
+    @property
+    def key(self) -> tuple[str | None, ...]:
+        """The same for options that load the same model, in whatever folder they are given."""
+        is_place = self.model is not None and Path(self.model).exists()
+        return (str(Path(str(self.model)).resolve()) if is_place else self.model, self.engine, self.dtype)
+
     def load(self) -> Session:
         """A session on the engine. Raises `ModelError` if there is none."""
-        with importing():
+        if RESIDENT:
+            if self.key not in RESIDENT:
+                raise OtherModelError
+            return RESIDENT[self.key]
+        with importing(), waiting("Loading libraries"):
             from kp_core import load_engine
 
             if self.engine is None:
@@ -132,7 +155,8 @@ class ModelOptions:
         if (self.engine or "").startswith(("http://", "https://")) and (key := os.environ.get("KP_API_KEY")):
             settings["api_key"] = key
         try:
-            return load_engine(self.model, engine=self.engine, **settings)
+            with waiting("Loading the model"):
+                return load_engine(self.model, engine=self.engine, **settings)
         except TypeError as error:
             if self.engine is None:
                 raise
@@ -294,6 +318,18 @@ def console() -> Console:
     return terminal if terminal.is_terminal else _Terminal(highlight=False, markup=False, width=80)
 
 
+def fitted(text: str, width: int | None = None) -> str:
+    """`text` in lines of at most `width` characters, broken between words.
+
+    By default for standard error: as wide as its terminal; a line stays one in a file or pipe.
+    """
+    if width is None:
+        width = shutil.get_terminal_size().columns if _is_terminal() else sys.maxsize
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "  "}
+    lines = text.split("\n")
+    return "\n".join("\n".join(textwrap.wrap(line, width, **options)) if len(line) > width else line for line in lines)
+
+
 def print_json(data: Mapping[str, Any]) -> None:
     """Print one JSON object."""
     encoded = json.dumps(data, ensure_ascii=False, indent=2, default=str)
@@ -306,7 +342,8 @@ def tell(data: Mapping[str, Any], said: RenderableType, *, as_json: bool) -> Non
     if as_json:
         print_json(data)
     else:
-        console().print(said, soft_wrap=isinstance(said, str | Text))
+        out = console()
+        out.print(fitted(said, out.width) if isinstance(said, str) else said, soft_wrap=isinstance(said, str))
 
 
 def table_of(rows: Mapping[str, Any], title: str | None = None) -> Table:
@@ -367,6 +404,8 @@ def open_collection(
 ) -> ChromaFactStore:
     """Open the collection in a folder or on a server. Raises `FactError` if there is none, unless it may be `new`."""
     path = Path(place)
+    if path.is_dir() and any(path.iterdir()):
+        hint = f"`kp build NAME {place}` makes one of its files."
     if not new and not is_collection(place) and not any((path / name).exists() for name in (_DATABASE, _OLD)):
         collections = [name for name in siblings(path) if is_fact_store(Path(name))]
         raise FactError(f"There is no collection in {place}. {did_you_mean(place, collections, hint)}")
@@ -410,6 +449,10 @@ def sourced(fact: Fact) -> str:
 def counted(count: int, noun: str) -> str:
     """`1 fact`, `2 facts`."""
     return f"{count:,} {noun}" + "s" * (count != 1)
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty()
 
 
 def _shown(value: object) -> str:

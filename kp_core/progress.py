@@ -48,7 +48,7 @@ def bar_of(  # noqa: PLR0913 - what a bar says
         delay=1 if wide else interval,
         mininterval=interval,
         miniters=None if wide else 1,
-        ncols=None if wide else 100,
+        ncols=None if wide else 80,
         ascii=not wide,
         disable=not shown,
     )

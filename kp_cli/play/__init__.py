@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from kp_cli.shared import ModelOptions, console, existing, spread
+from kp_cli.signs import waiting
 from kp_core.errors import MissingDependencyError
 from kp_core.progress import bar_of
 
@@ -39,11 +40,11 @@ def play(
     with tempfile.TemporaryDirectory(prefix="kp-play-") as folder:
         # Uploads are deleted with this folder.
         os.environ["GRADIO_TEMP_DIR"] = str(Path(folder) / "uploads")
-        out.print("Loading the model ...")
         try:
-            from kp_cli.play.page import serve
-            from kp_cli.play.world import SAMPLE, World
-            from kp_core.facts.embed import SentenceTransformerEmbedder
+            with waiting("Loading libraries"):
+                from kp_cli.play.page import serve
+                from kp_cli.play.world import SAMPLE, World
+                from kp_core.facts.embed import SentenceTransformerEmbedder
         except ImportError as error:
             raise MissingDependencyError(
                 f'kp play needs {error.name}: `pip install "knowledge-packs[play]"`.'

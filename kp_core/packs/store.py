@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import re
+import shutil
 import struct
 import threading
 import time
@@ -36,12 +37,13 @@ from kp_core.packs.uses import LastUse
 from kp_core.packs.view import Packs
 from kp_core.progress import bar_of
 
-__all__ = ["PackStore", "entry_of", "open_packs"]
+__all__ = ["PackStore", "default_keep_bytes", "entry_of", "open_packs"]
 
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8
 _HEAD_BYTES = 1 << 16  # Bytes that the first read of a header fetches.
+_MOST_KEPT, _KEPT_SHARE = 2**31, 20
 _PEEKED_PACKS = 1024  # About 50 MB of token ids if the packs are banks of facts.
 _FILE = re.compile(r"(?:packs|kept)/([^/]+)/[^/]+/([^/.]+)((?:\.[0-9a-f]{16}){0,2})\.(?:safetensors|txt)")
 
@@ -65,8 +67,8 @@ class PackStore(Packs):
     until the next `put`.
 
     The store also keeps KV that was computed behind other packs (option `keep` of a request; `KeptEntry`), within
-    `keep_bytes`: it deletes the least recently used first, and what was unused for `keep_seconds`. The model computes
-    again what is lost or damaged there.
+    `keep_bytes` (default: 2 GiB, but at most a twentieth of the folder's disk): it deletes the least recently used
+    first, and what was unused for `keep_seconds`. The model computes again what is lost or damaged there.
 
     `secret` makes handles: 64 hexadecimal digits, or several with commas, newest first, during a rotation. A folder
     makes its own by default. Object storage never holds it (default: the variable `KP_SECRET`). Raises `PackError` for
@@ -82,17 +84,18 @@ class PackStore(Packs):
         *,
         secret: str | None = None,
         max_bytes: int | None = None,
-        keep_bytes: int = 2**31,
+        keep_bytes: int | None = None,
         keep_seconds: float | None = None,
         seal: bytes | None = None,
     ) -> None:
         for name, bound in {"max_bytes": max_bytes, "keep_seconds": keep_seconds}.items():
             if bound is not None and bound <= 0:
                 raise QuotaError(f"Got {name}={bound}; expected a positive number, or None for no bound.")
-        if keep_bytes < 0:
+        if keep_bytes is not None and keep_bytes < 0:
             raise QuotaError(f"Got keep_bytes={keep_bytes}; expected a number of bytes, or 0 to keep nothing.")
         self.blobs: Blobs = open_blobs(place) if isinstance(place, str | os.PathLike) else place
-        self.max_bytes, self.keep_bytes, self.keep_seconds, self._seal = max_bytes, keep_bytes, keep_seconds, seal
+        self.max_bytes, self.keep_seconds, self._seal = max_bytes, keep_seconds, seal
+        self.keep_bytes = default_keep_bytes(self.blobs) if keep_bytes is None else keep_bytes
         try:
             self.secrets = load_secrets(self.blobs, secret)
         except OSError as error:
@@ -256,6 +259,17 @@ class PackStore(Packs):
             with ThreadPoolExecutor(min(_AT_ONCE, len(wanted))) as pool:
                 list(pool.map(look_up, wanted))
 
+    def last_used(self) -> dict[str, float]:
+        """Return when each pack was last stored or read, by handle, in seconds since 1970, as far as that was written.
+
+        Every process writes at most once a minute, and when it ends.
+        """
+        used = dict[str, float]()
+        for name, used_at in self._uses.times().items():
+            handle = name.partition(".")[0]  # Behind the point stands the slot of another entry.
+            used[handle] = max(used_at, used.get(handle, 0.0))
+        return used
+
     def entries(self, handle: Handle) -> Iterator[KnowledgePack]:
         """Yield the pack without KV as compiled for each model and prefix, the first entry first."""
         for slot in ("", *sorted(self._beside(handle), key=len)):
@@ -369,16 +383,19 @@ class PackStore(Packs):
         """Store `kv` for `entry`; `False` if `keep_bytes` has no room, or if one of its packs is not stored."""
         pack = KnowledgePack(entry.text, entry.home, entry.token_ids, Prefix(), entry.model, kv).compressed("lossless")
         handle, file = self.handle(pack.text, pack.namespace), encode_pack(self.sealed(pack))
-        if file.nbytes > self.keep_bytes or not self._are_stored(entry.packs):
+        keep = self.keep_bytes
+        if file.nbytes > keep or not self._are_stored(entry.packs):
             return False
         listed = self._kept()
         listed.pop((handle, ""), None)
-        used = file.nbytes + sum(stat.size for stat in listed.values())
+        used, dropped = file.nbytes + sum(stat.size for stat in listed.values()), 0
         for other in self._oldest_first(listed, _kept_name):
-            if used <= self.keep_bytes and not self._is_old(other, listed[other]):
+            if used <= keep and not self._is_old(other, listed[other]):
                 break
-            self.blobs.delete(_kept_key(other[0]))
+            dropped += self.blobs.delete(_kept_key(other[0]))
             used -= listed[other].size
+        if dropped:
+            logger.info("Deleted %d kept entries of %s for newer ones (keep_bytes=%d).", *(dropped, self.blobs, keep))
         self.blobs.write(_kept_key(handle), file.chunks())
         self._uses.note(_kept_name((handle, "")))
         if not self._are_stored(entry.packs):  # A pack was removed meanwhile; delete what was computed behind it.
@@ -634,6 +651,9 @@ class PackStore(Packs):
                     f"{max_bytes + excess} bytes; max_bytes is {max_bytes}. "
                     "Raise max_bytes, remove packs, or put `pack.without_kv()`."
                 )
+        logger.info(
+            "Dropping the KV of %d packs of %s for newer ones (max_bytes=%d).", len(dropped), self.blobs, max_bytes
+        )
         log_event(logger, "KV dropped from the store", packs=len(dropped), max_bytes=max_bytes)
         for (handle, slot), lazy in bar_of("Dropping KV", None, "pack", dropped.items()):
             key = _entry_key(handle, slot)
@@ -660,6 +680,15 @@ class PackStore(Packs):
                     if _text_key(entry[0]) in listed:
                         dropped[entry] = lazy
         return dropped, excess
+
+
+def default_keep_bytes(blobs: Blobs) -> int:
+    """Return the bytes of kept KV that a store has room for by default: a twentieth of its disk, at most 2 GiB."""
+    if not isinstance(blobs, FolderBlobs):
+        return _MOST_KEPT
+    folders = (blobs.path, *blobs.path.parents)  # The first of them need not exist yet.
+    disk = next((shutil.disk_usage(folder).total for folder in folders if folder.is_dir()), _MOST_KEPT * _KEPT_SHARE)
+    return min(_MOST_KEPT, disk // _KEPT_SHARE)
 
 
 def _head(blobs: Blobs, secrets: Sequence[bytes], handle: Handle, key: str) -> PackFile:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from kp_cli import INTERRUPTED, demo
-from kp_cli.app import _COMMANDS, _command
+from kp_cli.app import _COMMANDS, load_command
+from kp_cli.signs import waiting
+from kp_core import PackStore
 from tests.cli.conftest import ENVIRONMENT, Kp, as_json
+from tests.cli.engines import tiny
+from tests.conftest import until
 
 TINY = ("--engine", "tests.cli.engines:tiny")
 OWN = ("--engine", "tests.cli.engines:own")
@@ -34,8 +40,8 @@ def test_kp_alone_says_what_to_do_and_which_collections_are_here(kp: Kp, bank: P
 
 def test_every_command_is_where_the_table_says() -> None:
     for name in _COMMANDS:
-        assert _command(name).name == name
-        assert _command(name).help
+        assert load_command(name).name == name
+        assert load_command(name).help
 
 
 def test_a_search_loads_neither_torch_nor_what_stands_on_it(bank: Path) -> None:
@@ -119,7 +125,7 @@ def test_the_demo_on_a_narrow_terminal_without_colours_and_signs() -> None:
 )
 def test_an_interrupt_while_libraries_load_is_one_line(bank: Path, library: str) -> None:
     script = (
-        "import sys, kp_cli; seen = [];"
+        "import sys, kp_cli, kp_cli.signs; kp_cli.signs._FIRST_S = 0; seen = [];"
         f"hook = lambda event, given: event == 'import' and given[0] == {library!r} and not seen "
         "and (seen.append(1), print('up', flush=True));"
         "sys.addaudithook(hook); kp_cli.main()"
@@ -134,17 +140,113 @@ def test_an_interrupt_while_libraries_load_is_one_line(bank: Path, library: str)
     assert process.stdout.readline() == b"up\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert (process.returncode, err.decode()) == (130, INTERRUPTED)
+    said = err.decode().splitlines(keepends=True)
+    assert (process.returncode, said[-1]) == (130, INTERRUPTED)
+    # The first sign came before the library, whose import takes seconds.
+    assert said[0] == "Starting ...\n"
+    assert library == "typer" or said[1] == "Loading libraries ...\n"
+
+
+def test_what_takes_long_is_said_and_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kp_cli.signs._FIRST_S", 0.0)
+    monkeypatch.setattr("kp_cli.signs._EVERY_S", 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", io.StringIO())
+        err = sys.stderr
+        with waiting("Loading the model"):
+            until(lambda: err.getvalue().count("\n") > 2)
+        said = err.getvalue().splitlines()
+    assert said[0] == "Loading the model ..."
+    assert set(said[1:]) == {"Loading the model ... 0 s"}
+
+
+def test_what_a_newcomer_meets_fits_80_columns_and_says_what_to_do_next(
+    kp: Kp, bank: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    (bank.parent / "docs").mkdir()
+    (bank.parent / "docs" / "a.txt").write_text("The mill of Aldburgh has four sails.")
+
+    def wide(text: str) -> list[str]:
+        return [line for line in text.splitlines() if len(line) > 80]
+
+    screens = [(), *((name, "--help") for name in _COMMANDS), ("steer", "make", "--help"), ("packet", "eval", "--help")]
+    asked = ("ask", "bank", "Which bird is on the flag?", *TINY, "--max-tokens", "2")
+    screens += [("inspect", "bank"), asked, (*asked, "--explain"), ("size", "bank", *TINY), ("status", "bank")]
+    screens += [("doctor", *TINY), ("search", "bank", "Which bird?"), ("verify", "bank", *TINY)]
+    for screen in screens:
+        code, out, _ = kp(*screen)
+        assert (code, wide(out)) == (0, []), screen
+    # In a pipe an error stays one line.
+    monkeypatch.setattr("kp_cli.shared._is_terminal", lambda: True)
+    for command, next_step in {
+        ("build", "docs"): "`kp build NAME docs`",
+        ("build", "new"): "give at least one",
+        ("ask", "docs", "x"): "`kp build NAME docs` makes one",
+        ("ask", "nothing", "x"): "`kp build COLLECTION FILE...` makes one",
+        ("ask", "bnk", "x"): "Did you mean bank?",
+        ("inspect", "nothing"): "`kp build",
+        ("status", "docs"): "`kp build COLLECTION",
+        ("aks", "bank", "x"): "Did you mean 'ask'?",
+        ("ask", "bank"): "kp ask -h",
+        ("ask", "bank", "x", "--engine", "nothing"): "expected 'package.module:function'",
+        ("serve", "bundled", "--store", "p", "--host", "0.0.0.0"): "`kp key FILE`",  # noqa: S104 - refused
+        ("search", "http://127.0.0.1:9", "x"): "Start it with",
+    }.items():
+        code, out, err = kp(*command)
+        assert (code in (1, 2), out, wide(err)) == (True, "", []), command
+        assert next_step in " ".join(err.replace("│", " ").split()), command
+
+
+def test_a_status_says_what_is_compiled_from_where_and_when_it_was_used(kp: Kp, bank: Path) -> None:
+    assert "`kp build bank --compile`" in kp("status", "bank")[2]
+    assert kp("build", "bank", "--compile", *TINY)[0] == 0
+    told = as_json(kp("status", "bank", "--json"))
+    [row] = told["sources"]
+    inspected = as_json(kp("inspect", "bank", "--json"))["packs"]
+    assert (row["source"], row["packs"], row["with_kv"]) == ("facts.jsonl", 4, 4)
+    assert (row["tokens"], 0 < row["bytes"] < inspected["bytes"]) == (inspected["tokens"], True)
+    assert told["kept"] == {"entries": 0, "bytes": 0, "max_bytes": PackStore(bank / "packs").keep_bytes}
+    store = PackStore(bank / "packs")
+    store.put(tiny().build_pack("The weir opens in May.", lazy=True))
+    store._uses.flush()
+    told = as_json(kp("status", str(bank / "packs"), "--json"))
+    assert [(row["source"], row["packs"], row["with_kv"]) for row in told["sources"]] == [
+        ("(not recorded)", 1, 0),
+        ("facts.jsonl", 4, 4),
+    ]
+    assert told["sources"][0]["used"] == pytest.approx(time.time(), abs=60)
+    out = kp("status", "bank")[1]
+    assert re.search(r"│ \(not recorded\) │ +1 │ +0 │ +\d+ │ +0.0 │ +now │", out)
+    assert re.search(r"│ all +│ +5 │ +4 │", out)
+
+
+def test_a_status_is_shown_again_until_it_is_interrupted(kp: Kp, bank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kp("build", "bank", "--compile", *TINY)[0] == 0
+    waits = iter([None, KeyboardInterrupt()])
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 0.5
+        if error := next(waits):
+            raise error
+
+    monkeypatch.setattr("kp_cli.checking.time.sleep", sleep)
+    code, out, _ = kp("status", "bank", "--watch", "0.5")
+    assert (code, out.count("Store: ")) == (0, 2)
 
 
 def test_the_second_question_computes_less(kp: Kp, bank: Path) -> None:
-    from tests.cli.engines import tiny
-
     asked = ("ask", "bank", "Which bird is on the flag?", "-k", "2", "--max-tokens", "4", *TINY)
     counts = []
     for _ in range(2):
         tiny().clear_cache()
-        told = re.search(r"; (\d+) reused, (\d+) computed; .*\n$", kp(*asked)[1])
+        said = kp(*asked)[1]
+        told = re.search(r"; (\d+) reused, (\d+) computed; ", said)
+        waited = re.search(
+            r"first token ([\d.]+) s after the question, ([\d.]+) s of them for facts and packs\n$", said
+        )
+        assert waited
+        assert float(waited[1]) >= float(waited[2]) > 0
         assert told
         counts.append([int(count) for count in told.groups()])
     assert counts[1][0] > counts[0][0]

@@ -283,6 +283,7 @@ def test_usage_is_split_and_counts_join_those_of_vllm(server):
         "kp_fact_searches_total": "1",
         "kp_requests_refused_total": "1",
     }
+    assert server.ask("GET", "/metrics", key=None).status_code == 401
 
 
 def test_an_engine_has_texts_compiled_by_the_server(server, address):

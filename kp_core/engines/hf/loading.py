@@ -48,6 +48,7 @@ __all__ = [
     "best_dtype",
     "bundled_model",
     "converted",
+    "crowding",
     "default_cache_bytes",
     "load",
     "load_session",
@@ -151,19 +152,28 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     return Session(engine, name=name_of(model), template=template, probe=causal.seconds_per_token)
 
 
-@cache
-def _warn_of_others() -> None:
-    """Log, once in a process, that others use the cores: threads that wait for one another are slower than fewer."""
+def crowding() -> str:
+    """A sentence with the remedy if others use the cores: threads that wait for one another are slower than fewer.
+
+    Empty if there are enough cores, or if the system does not tell.
+    """
     if not (hasattr(os, "getloadavg") and hasattr(os, "sched_getaffinity")):
-        return
+        return ""
     cores, threads, load = len(os.sched_getaffinity(0)), torch.get_num_threads(), os.getloadavg()[0]
     free = max(1, round(cores - load))
-    if load > cores / 2 and threads > free:
-        logger.warning(
-            "This machine is busy (load %.1f on %d cores), and the %d threads of the model wait for one another. "
-            "Setting OMP_NUM_THREADS=%d is faster now.",
-            *(load, cores, threads, free),
-        )
+    if load <= cores / 2 or threads <= free:
+        return ""
+    return (
+        f"This machine is busy (load {load:.1f} on {cores} cores), and the {threads} threads of the model wait for one "
+        f"another. Setting OMP_NUM_THREADS={free} is faster now."
+    )
+
+
+@cache
+def _warn_of_others() -> None:
+    """Log `crowding`, once in a process."""
+    if sentence := crowding():
+        logger.warning(sentence)
 
 
 def bundled_model() -> Path:
