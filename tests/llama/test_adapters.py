@@ -23,7 +23,7 @@ def shared():
 
 
 def could_say(question, said):
-    """Whether `said` is the answer to `question` but for rounding: alone, each of its tokens is nearly the likeliest."""
+    """Whether `said` answers `question` but for rounding: alone, each of its tokens is nearly the likeliest."""
     session = shared()
     context, prompt = session.engine.model.context, session.prefill(question).prompt.token_ids
 
