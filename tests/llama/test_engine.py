@@ -13,6 +13,7 @@ import torch
 
 from kp_core import PackStore, load_engine
 from kp_core.engines.llama import context as context_module
+from kp_core.engines.shared import shared_engine
 from kp_core.errors import (
     CacheBudgetError,
     ContextOverflowError,
@@ -311,7 +312,7 @@ def test_a_model_whose_state_cannot_be_cut(tmp_path, write, said):
 
 
 def test_llama_cpp_is_the_default_for_a_file_that_it_can_run(tiny_gguf, tmp_path, caplog):
-    assert load_engine(tiny_gguf).fingerprint.engine == "llama.cpp"
+    assert shared_engine(tiny_gguf).fingerprint.engine == "llama.cpp"
     assert load_engine(Path(tiny_gguf), dtype="float32", device=None, cells=512).fingerprint.dtype == "float32"
     for settings in ({"engine": "hf"}, {"device": "cpu"}, {"dtype": "auto"}):
         assert load_engine(tiny_gguf, **settings).fingerprint.engine == "local"
