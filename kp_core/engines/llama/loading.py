@@ -99,7 +99,12 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     if cache_bytes is None:
         cache_bytes = default_cache_bytes(causal.device, memory_bytes(causal.device), 0)
     engine = LocalEngine(
-        causal, tokenizer, identity=identity, check=lambda: None, cache_bytes=cache_bytes, pass_tokens=chunk_tokens
+        causal,
+        tokenizer,
+        identity=identity,
+        check=lambda: None,
+        cache_bytes=cache_bytes,
+        pass_tokens=context.batch_tokens,
     )
     name = BUNDLED_MODEL if model is None else path.stem
     return Session(engine, name=name, template=template, probe=causal.seconds_per_token)
