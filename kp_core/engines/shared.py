@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kp_core.bundled import check_reachable, needing
 from kp_core.engines.base import Engine
 from kp_core.engines.session import Session
-from kp_core.errors import ModelError
+from kp_core.errors import MissingDependencyError, ModelError, UnsupportedModelError
 
 __all__ = ["load_engine", "loaded_engine", "session_of", "shared_engine"]
+
+logger = logging.getLogger(__name__)
 
 _sessions: dict[tuple[str | None, ...], Session] = {}
 _loading = threading.Lock()
 
 
 def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any) -> Session:  # noqa: ANN401
-    """A session for a Hugging Face id, a folder or a model object; see `kp_core.engines.hf.load_session`.
+    """A session for a Hugging Face id, a folder or a model object; see `kp_core.engines.hf.loading.load_session`.
 
     Without `model`, loads the bundled SmolLM2-135M-Instruct. `model` may also be any `Engine`. With `engine="llama"`,
-    llama.cpp runs a GGUF file; see `kp_core.engines.llama.loading.load_session`. `engine` may name a function that
-    makes an engine, as `package.module:function`; it is called with `model` and `settings`. `engine` may also be the
-    address of a server (`http://…`, see `kp_serve.engine.VLLMEngine`), which then answers. In this case `model`
-    is the folder or id of the tokenizer, needed only if it differs from the one that the server names, and `api_key`
-    may be given. Raises `ModelError` for any other `model` or `engine` and for a `dtype` with a server, and
-    `MissingDependencyError` for an address when `kp_serve` is not installed.
+    llama.cpp runs a GGUF file; see `kp_core.engines.llama.loading.load_session`. It is also the default for such a file
+    if it can run it and knows all `settings`; `engine="hf"` prevents that. `engine` may name a function that makes an
+    engine, as `package.module:function`; it is called with `model` and `settings`. `engine` may also be the address of
+    a server (`http://…`, see `kp_serve.engine.VLLMEngine`), which then answers. In this case `model` is the folder or
+    id of the tokenizer, needed only if it differs from the one that the server names, and `api_key` may be given.
+    Raises `ModelError` for any other `model` or `engine` and for a `dtype` with a server, and `MissingDependencyError`
+    for an address when `kp_serve` is not installed.
     """
     if engine is not None and engine.startswith(("http://", "https://")):
         if "dtype" in settings:
@@ -40,22 +45,40 @@ def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any
         from kp_core.engines.llama.loading import load_session as load_gguf
 
         return load_gguf(model, **settings)
-    if engine is not None:
+    if engine not in (None, "hf"):
         module, _, name = engine.partition(":")
         try:
             make = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise ModelError(
-                f"Got engine={engine!r}; expected 'package.module:function', 'llama', or an address ({error})."
+                f"Got engine={engine!r}; expected 'package.module:function', 'llama', 'hf', or an address ({error})."
             ) from error
         return session_of(make(model, **settings))
     if isinstance(model, Session | Engine):
         return session_of(model)
     if isinstance(model, str | Path):
+        if engine is None and Path(model).is_file() and (session := _from_file(model, settings)):
+            return session
         check_reachable(model, settings.get("revision"))  # Before the libraries load, which takes seconds.
-    from kp_core.engines.hf import load_session
+    from kp_core.engines.hf.loading import load_session
 
     return load_session(model, **settings)
+
+
+def _from_file(file: str | Path, settings: Mapping[str, Any]) -> Session | None:
+    """A session with a GGUF file in llama.cpp.
+
+    `None` if llama.cpp is not installed or cannot run the model, which is logged, or if settings are not of it.
+    """
+    from kp_core.engines.llama.loading import SETTINGS, load_session
+
+    given = {name: value for name, value in settings.items() if value is not None}
+    if given.keys() <= SETTINGS and given.get("dtype") != "auto":
+        try:
+            return load_session(file, **given)
+        except (MissingDependencyError, UnsupportedModelError) as error:
+            logger.warning("%s is unpacked, and runs slower than in llama.cpp. %s", file, error)
+    return None
 
 
 def session_of(engine: object) -> Session:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kp_core.engines.hf import bundled_model
+from kp_core.engines.hf.loading import bundled_model
 from tests.cli.conftest import Kp, as_json
 from tests.serve.gate import Served, address, server
 

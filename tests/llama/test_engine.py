@@ -2,17 +2,18 @@
 
 import copy
 import itertools
-import json
-import subprocess
-import sys
+import random
 import threading
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from kp_core import PackStore, load_engine
 from kp_core.engines.llama import context as context_module
+from kp_core.engines.shared import shared_engine
 from kp_core.errors import (
     CacheBudgetError,
     ContextOverflowError,
@@ -20,16 +21,15 @@ from kp_core.errors import (
     MissingDependencyError,
     ModelError,
     OptionError,
+    UnsupportedModelError,
     UnsupportedRequestError,
 )
+from kp_core.packs.handle import Handle
 from kp_core.testing import check_engine
-from tests.llama.conftest import load
-
-ROOT = Path(__file__).parents[2]
-TEXTS = [
-    f"Note {at}. Keeper {at * 7} of the light counted {at * 31 + 2} ships in {1800 + at}.\n" * 3 for at in range(4)
-]
-QUESTION = "How many ships did the keeper count?"
+from tests.ggufs import write_recurrent, write_windowed
+from tests.llama import process as processes
+from tests.llama.conftest import load, process
+from tests.llama.process import QUESTION, TEXTS
 
 
 def near(one, other):
@@ -89,21 +89,55 @@ def test_kv_from_the_tree_is_kv_that_lay_in_the_context(llama, store):
     assert near(again.logits, logits[0])
 
 
-def test_eight_users_get_the_answers_that_each_gets_alone(llama, store):
-    """They share the cells of one pack, and decode in one pass."""
+def recorded(context, monkeypatch):
+    """The calls that change the cells of a context from now on, with the logits of each pass."""
+    calls = []
+
+    def wrap(name):
+        plain = getattr(context, name)
+
+        def call(*arguments):
+            before = len(calls)
+            result = plain(*arguments)
+            del calls[before:]  # What a call did through others counts once.
+            calls.append((name, arguments, result))
+            return result
+
+        monkeypatch.setattr(context, name, call)
+
+    for name in ("decode", "copy", "remove", "restore", "state"):
+        wrap(name)
+    return calls
+
+
+def test_users_at_once_get_the_bits_of_the_same_passes_in_a_fresh_context(llama, store, monkeypatch):
+    """They share the cells of one pack, and decode in one pass. Nothing but the passes decides about the logits."""
     handle = store.put(llama.build_pack(TEXTS[1]))
     view = store.view("default")
     asked = {at: f"{handle}\nWhat did keeper {at} do?" for at in range(8)}
-    alone = {at: llama.generate(one, view=view, max_tokens=12).token_ids for at, one in asked.items()}
     llama.clear_cache()
-    together = dict(llama.generate_many(asked, view=view, max_tokens=12, progress=False))
-    # Batches round in another way (logits differ by a hundredth), which changes some answers after the first token.
-    assert sum(together[at].token_ids[0] == alone[at][0] for at in asked) >= 7
-    assert len({answer.token_ids for answer in together.values()}) > 1
     context = llama.engine.model.context
+    calls = recorded(context, monkeypatch)
+    together = dict(llama.generate_many(asked, view=view, max_tokens=12, progress=False))
     llama.clear_cache()
+    assert len({answer.token_ids for answer in together.values()}) > 1
     assert context.call(context.used_cells, llama.bytes_per_token) == 0
     assert len(context.free_ids) == context_module.MOST_SEQUENCES
+    fresh = load().engine.model.context
+    passes = []
+    for name, arguments, result in calls:
+        again = fresh.call(getattr(fresh, name), *arguments)
+        if name == "decode":
+            assert np.array_equal(again, result)
+            passes.append(len(result))
+    assert max(passes) == 8
+    for at, answer in together.items():  # Alone in one pass, each token is the likeliest but for rounding.
+        ids = [*answer.prompt.token_ids, *answer.token_ids]
+        assert str(at) in llama.tokenizer.decode(answer.prompt.token_ids[-20:])
+        logits = fresh.call(fresh.decode, [(0, 0, ids[:-1])], "all")[len(answer.prompt) - 1 :]
+        fresh.call(fresh.remove, 0)
+        chosen = logits[range(len(answer.token_ids)), answer.token_ids]
+        assert (logits.max(axis=1) - chosen).max() < 0.5
 
 
 def test_users_of_one_pack_share_its_cells(llama, store):
@@ -131,9 +165,9 @@ def test_a_conversation_goes_on_from_what_was_said(llama):
     assert second.usage.computed_tokens < 30
 
 
-def test_what_is_asked_for_beside_others_does_not_wait_for_cells(llama):
+def test_what_is_asked_for_beside_others_does_not_wait_for_cells(tiny_gguf):
     """Requests that do not fit beside one another wait, and all are answered."""
-    small = load(cells=512)
+    small = load_engine(tiny_gguf, engine="llama", cells=512)
     asked = {at: f"Tell me a long story about the number {at}." for at in range(6)}
     answers = dict(small.generate_many(asked, max_tokens=150, progress=False))
     assert len(answers) == 6
@@ -169,30 +203,64 @@ def test_composers_are_refused_by_name(llama, store, composer):
     assert composer in str(error.value)
 
 
-def test_packs_of_two_engines_never_mix(llama, store, smol_bf16):
-    handle = store.put(smol_bf16.build_pack(TEXTS[0]))
-    asked = {"messages": f"{handle}\n{QUESTION}", "view": store.view("default")}
-    with pytest.raises(FingerprintMismatchError):
-        llama.generate(**asked)
-    assert not llama.fingerprint.same_model(smol_bf16.fingerprint)
-    with pytest.raises(FingerprintMismatchError):
-        llama.generate(**asked, mismatch="accept")
-    rebuilt = llama.prefill(**asked, mismatch="rebuild")
-    assert torch.equal(rebuilt.logits.argmax(), llama.prefill(f"{TEXTS[0]}\n{QUESTION}").logits.argmax())
+def test_packs_of_two_engines_never_mix(tiny_gguf, tmp_path):
+    """Not even of one file."""
+    one, other = load_engine(tiny_gguf, engine="llama", cells=512), load_engine(tiny_gguf, engine="hf", dtype="float32")
+    assert not one.fingerprint.same_model(other.fingerprint)
+    store = PackStore(tmp_path / "store")
+    view = store.view("default")
+    for maker, reader in ((one, other), (other, one)):
+        handle = store.put(maker.build_pack(f"{TEXTS[0]} It was kept by {maker.fingerprint.engine}."))
+        asked = {"messages": f"{handle}\n{QUESTION}", "view": view}
+        with pytest.raises(FingerprintMismatchError):
+            reader.generate(**asked)
+        with pytest.raises(FingerprintMismatchError):
+            reader.generate(**asked, mismatch="accept")
+        rebuilt = reader.prefill(**asked, mismatch="rebuild")
+        text = reader.prefill(f"{store.get(handle).text}\n{QUESTION}", reuse=False)
+        assert near(rebuilt.logits, text.logits)
+        assert reader.prefill(**asked, mismatch="rebuild").usage.pack_tokens > 0
+    both = store.put(one.build_pack(TEXTS[1]))
+    assert store.put(other.build_pack(TEXTS[1])) == both, "one text has one handle, and an entry for each engine"
+    for engine in (one, other):
+        engine.clear_cache()
+        used = engine.prefill(f"{both}\n{QUESTION}", view=view).usage
+        assert used.computed_tokens == used.prompt_tokens
 
 
-def step(*arguments):
-    command = [sys.executable, "-m", "tests.llama.test_engine", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)  # noqa: S603
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def test_packs_and_what_was_kept_behind_them_are_read_after_a_restart(tmp_path):
-    before, after = step(tmp_path / "store"), step(tmp_path / "store")
+def test_packs_and_what_was_kept_behind_them_are_read_after_a_restart(tiny_gguf, tmp_path):
+    found = []
+    for _ in range(2):
+        with process(processes.answer, tiny_gguf, tmp_path / "store") as (_, answers):
+            found.append(answers.recv())
+    before, after = found
     assert before["pack_tokens"] == after["pack_tokens"] > 100
     assert after["computed_tokens"] <= after["prompt_tokens"], "all KV of packs came from the store"
     assert before["text"] == after["text"]
     assert after["fingerprint"] == before["fingerprint"]
+
+
+def test_a_killed_process_loses_no_pack_that_it_stored(tiny_gguf, tmp_path):
+    draw, stored = random.Random(0), dict[int, str]()
+    for _ in range(6):
+        with process(processes.build, tiny_gguf, tmp_path / "store", len(stored)) as (builder, packs):
+            for _ in range(draw.randint(1, 5)):
+                stored.update([packs.recv()])
+            packs.poll(draw.uniform(0, 0.02))  # Somewhere in the work on the next one.
+            builder.kill()
+            with suppress(EOFError):
+                while True:
+                    stored.update([packs.recv()])
+    engine, store = load_engine(tiny_gguf, engine="llama", cells=512), PackStore(tmp_path / "store")
+    assert len(stored) >= 6
+    for number, handle in stored.items():
+        expected = engine.build_pack(f"Ship {number} came in at night.")
+        assert store.get(Handle.parse(handle)).kv.equal(expected.kv)
+        engine.clear_cache()
+        used = engine.prefill(f"{handle}\nWhen?", view=store.view("default")).usage
+        assert used.pack_tokens == len(expected.token_ids)
+        assert used.computed_tokens == used.prompt_tokens
+    assert [*store.verify()] == []
 
 
 def test_a_file_that_is_no_model(tmp_path, gguf):
@@ -214,6 +282,46 @@ def test_a_cache_that_cannot_be_cut(dtype):
         load(dtype=dtype)
 
 
+@pytest.mark.parametrize("name", ["cells", "chunk_tokens"])
+@pytest.mark.parametrize("value", [-1, 0, 8, 1 << 40, "many", 2.5])
+def test_sizes_that_llama_cpp_cannot_take(tiny_gguf, name, value):
+    """Some of them end the process there."""
+    with pytest.raises(OptionError, match=rf"{name}=.*expected a whole number from 64"):
+        load_engine(tiny_gguf, engine="llama", **{name: value})
+
+
+def test_a_context_beyond_the_memory(tiny_gguf):
+    with pytest.raises(ModelError, match="KV of 2,000,000,000 tokens takes about 512 GB"):
+        load_engine(tiny_gguf, engine="llama", cells=2_000_000_000)
+
+
+def test_the_smallest_context(tiny_gguf):
+    small = load_engine(tiny_gguf, engine="llama", cells=64, chunk_tokens=4096)
+    large = load_engine(tiny_gguf, engine="llama", cells=2048, chunk_tokens=64)
+    question = "Who was here? " * 8
+    assert len(large.prefill(question).prompt) > 64
+    assert near(large.prefill(question).logits, small.prefill(question).logits)
+
+
+@pytest.mark.parametrize(
+    ("write", "said"), [(write_windowed, "sliding windows"), (write_recurrent, "recurrent layers")]
+)
+def test_a_model_whose_state_cannot_be_cut(tmp_path, write, said):
+    with pytest.raises(UnsupportedModelError, match=rf"other.gguf has {said}.*engine='hf'"):
+        load_engine(str(write(tmp_path / "other.gguf")), engine="llama")
+
+
+def test_llama_cpp_is_the_default_for_a_file_that_it_can_run(tiny_gguf, tmp_path, caplog):
+    assert shared_engine(tiny_gguf).fingerprint.engine == "llama.cpp"
+    assert load_engine(Path(tiny_gguf), dtype="float32", device=None, cells=512).fingerprint.dtype == "float32"
+    for settings in ({"engine": "hf"}, {"device": "cpu"}, {"dtype": "auto"}):
+        assert load_engine(tiny_gguf, **settings).fingerprint.engine == "local"
+    assert not [record for record in caplog.records if record.name.startswith("kp_core")]
+    windowed = load_engine(str(write_windowed(tmp_path / "windowed.gguf")))
+    assert windowed.fingerprint.engine == "local"
+    assert "sliding windows" in caplog.text
+
+
 def test_an_option_that_does_not_exist():
     with pytest.raises(OptionError, match="cells"):
         load(cell=5)
@@ -225,8 +333,8 @@ def test_another_release_of_the_library(monkeypatch):
         load()
 
 
-def test_a_tokenizer_with_other_ids(smol_bf16):
-    other = copy.deepcopy(smol_bf16.tokenizer)
+def test_a_tokenizer_with_other_ids(llama):
+    other = copy.deepcopy(llama.tokenizer)
     other.add_tokens(["<|extra|>"])
     with pytest.raises(ModelError, match="tokens"):
         load(tokenizer=other)
@@ -268,17 +376,3 @@ def test_threads_that_build_ask_and_clear_at_once(llama, store):
     for thread in threads:
         thread.join(120)
     assert errors == []
-
-
-def main(folder):
-    """One process: packs are built if they are not stored, and asked about."""
-    engine, store = load(), PackStore(Path(folder))
-    handles = [str(store.put(engine.build_pack(text))) for text in TEXTS[:3]]
-    engine.clear_cache()
-    message = "\n".join(handles) + f"\n{QUESTION}"
-    answer = engine.generate(message, view=store.view("default"), keep="always", max_tokens=6)
-    print(json.dumps({**answer.usage.to_dict(), "text": answer.text, "fingerprint": engine.fingerprint.id}))  # noqa: T201
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kp_core.bundled import check_reachable
 from kp_core.engines.hf.identity import checkpoint_folder, place_of, unreadable
 from kp_core.engines.hf.kinds import CacheKind, kind_of, measured_shape, positions_of
-from kp_core.engines.hf.loading import best_device, best_dtype, default_cache_bytes, memory_bytes
+from kp_core.engines.hf.loading import best_device, best_dtype
 from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
 from kp_core.errors import ModelError, UnsupportedModelError, UnsupportedRequestError
 from kp_core.rope import Rope
 

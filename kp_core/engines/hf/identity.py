@@ -10,21 +10,24 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from kp_core.bundled import check_reachable
+from kp_core.bundled import check_reachable, converted
 from kp_core.errors import MissingDependencyError, ModelChangedError, ModelError
 from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
 
+if TYPE_CHECKING:  # Importing it takes seconds, and not every engine needs it.
+    from transformers import PreTrainedModel
+
 __all__ = [
     "checkpoint_folder",
     "commit_of",
+    "converted_tokenizer",
     "digest_files",
     "digest_tensors",
     "fingerprint_of",
@@ -77,6 +80,8 @@ def fingerprint_of(
     """
     adapters = "none"
     if isinstance(source, str | Path):
+        from transformers import AutoConfig
+
         try:
             folder = checkpoint_folder(source, revision)
             place, gguf_file = place_of(folder)
@@ -294,12 +299,25 @@ def _digest_range(file: Path, start: int, stop: int) -> bytes:
 
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401
     """The tokenizer of a folder or an id, which needs no weights; raises `ModelError`."""
+    from transformers import AutoTokenizer
+
     place, file = place_of(source)
     check_reachable(place)
     try:
         return AutoTokenizer.from_pretrained(place, **file, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         raise unreadable(source, error) from error
+
+
+def converted_tokenizer(file: Path) -> Any:  # noqa: ANN401
+    """The tokenizer of a GGUF file, which is converted once; raises `ModelError`."""
+    import transformers
+
+    name = _digest(f"{file.resolve()}{stamp_files(file)}".encode())
+    folder = converted(f"tokenizer-{name}", lambda to: load_tokenizer(file).save_pretrained(to))
+    # Its class alone is imported, because `AutoTokenizer` imports all of transformers, which takes seconds.
+    kind = json.loads((folder / "tokenizer_config.json").read_bytes())["tokenizer_class"]
+    return getattr(transformers, kind).from_pretrained(folder)
 
 
 def unreadable(source: str | Path, error: Exception) -> ModelError:

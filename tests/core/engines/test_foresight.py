@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kp_core.engines.hf.foresight import foresee
-from kp_core.engines.hf.loading import default_cache_bytes
+from kp_core.engines.local.buffer import default_cache_bytes
 from kp_core.errors import ModelError, UnsupportedModelError
 from tests.cli.conftest import Kp, kp
 from tests.parity.families import config_of

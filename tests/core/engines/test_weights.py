@@ -1,10 +1,7 @@
 """Weights as people have them: what goes to `from_pretrained`, quantised tensors, GGUF files, and what is refused."""
 
-import json
 from importlib.util import find_spec
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
@@ -19,6 +16,7 @@ from kp_core.errors import KVShapeError, MissingDependencyError, ModelError, Opt
 from kp_core.kv import KVTensors
 from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.core.engines.test_loading import edit, offline, save, unloaded
+from tests.ggufs import write_gguf
 
 __all__ = ["offline", "unloaded"]
 
@@ -226,45 +224,6 @@ def test_a_checkpoint_that_was_saved_quantised_is_told_by_its_files(torchao_conf
 
 
 # GGUF files
-
-
-def write_gguf(path, seed=0, kind=gguf.GGMLQuantizationType.Q8_0):
-    """A tiny Qwen2 as llama.cpp writes it, its large matrices in `kind`."""
-    model, tokenizer = tiny_model("qwen2", seed=seed), tiny_tokenizer(merges=7)
-    config, state = model.config, model.state_dict()
-    made = gguf.GGUFWriter(path, "qwen2")
-    made.add_context_length(config.max_position_embeddings)
-    made.add_embedding_length(config.hidden_size)
-    made.add_block_count(config.num_hidden_layers)
-    made.add_feed_forward_length(config.intermediate_size)
-    made.add_head_count(config.num_attention_heads)
-    made.add_head_count_kv(config.num_key_value_heads)
-    made.add_layer_norm_rms_eps(config.rms_norm_eps)
-    made.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    words = json.loads(tokenizer.backend_tokenizer.to_str())
-    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
-    special = {token["content"] for token in words["added_tokens"]}
-    made.add_tokenizer_model("gpt2")
-    made.add_tokenizer_pre("qwen2")
-    made.add_token_list(tokens)
-    made.add_token_types([gguf.TokenType.CONTROL if each in special else gguf.TokenType.NORMAL for each in tokens])
-    made.add_token_merges([" ".join(pair) for pair in words["model"]["merges"]])
-    made.add_eos_token_id(tokenizer.eos_token_id)
-    made.add_bos_token_id(tokenizer.bos_token_id)
-    made.add_chat_template(tokenizer.chat_template)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
-    for name, tensor in state.items():
-        data = tensor.float().numpy()
-        place = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if data.ndim == 2 and data.shape[1] % 32 == 0:
-            made.add_tensor(place, gguf.quants.quantize(data, kind), raw_dtype=kind)
-        else:
-            made.add_tensor(place, data.astype(np.float32))
-    made.write_header_to_file()
-    made.write_kv_data_to_file()
-    made.write_tensors_to_file()
-    made.close()
-    return path
 
 
 def test_a_gguf_file_is_a_model(tmp_path):

@@ -22,13 +22,20 @@ class Subject:
     """The LLM under test: `make` builds a fresh one, deterministic, with answers of a few dozen tokens at most.
 
     `revive` builds one from `to_dict()`, for LLMs whose `from_dict` needs something that is not serialised. `limit` is
-    the option that bounds the tokens of an answer.
+    the option that bounds the tokens of an answer. `could_say` is for an LLM that rounds by what else it computes, so
+    that its answer beside others may be another one than alone: whether a text is its answer to a question but for
+    rounding.
     """
 
     make: Callable[[], LLM]
     revive: Callable[[dict[str, Any]], LLM] | None = None
     question: str = "Name three colours."
     limit: str = "max_tokens"
+    could_say: Callable[[str, str], bool] = lambda _question, _text: False
+
+    def agrees(self, question: str, said: str, expected: str) -> bool:
+        """Whether two answers to a question are the same, or this one could be said as well."""
+        return said == expected or self.could_say(question, said)
 
 
 @dataclass(frozen=True)
