@@ -153,6 +153,9 @@ class Desk:
         origin = {} if provenance is None else provenance
         if not isinstance(origin, Mapping) or not all(isinstance(detail, str) for detail in origin.values()):
             raise HTTPError(400, "Expected 'provenance' of texts, e.g. {'title': 'Refunds'}.")
+        # A client's own errata would stand in conversations in place of the text that the handle shows.
+        if any(name.startswith("kp:") for name in origin):
+            raise HTTPError(400, "Got a name in 'provenance' that begins with 'kp:'. These are for edits and seals.")
         self.refuse_special(text)
         job = await asyncio.to_thread(self.template.tokenise_pack, text, placement)
         prefix = job.prompt.prefix_of(job.prompt.spans[0])
