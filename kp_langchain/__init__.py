@@ -6,12 +6,15 @@ agents, is in `kp_langchain.middleware`, which imports `langchain`.
 
 from __future__ import annotations
 
+from kp_core.bundled import needing
 from kp_core.engines.shared import shared_engine
-from kp_langchain.chat_model import ChatKnowledgePacks
-from kp_langchain.embeddings import KnowledgePackEmbeddings
-from kp_langchain.messages import pack_place, to_messages
-from kp_langchain.retriever import KnowledgePackRetriever
-from kp_langchain.tools import create_pack_search_tool, resolve_documents, to_handles
+
+with needing("kp_langchain needs LangChain", "langchain"):
+    from kp_langchain.chat_model import ChatKnowledgePacks
+    from kp_langchain.embeddings import KnowledgePackEmbeddings
+    from kp_langchain.messages import pack_place, to_messages
+    from kp_langchain.retriever import KnowledgePackRetriever
+    from kp_langchain.tools import create_pack_search_tool, resolve_documents, to_handles
 
 __all__ = [
     "ChatKnowledgePacks",

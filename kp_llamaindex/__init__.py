@@ -5,14 +5,17 @@ It imports only LlamaIndex's core and this project's; models and facts load on f
 
 from __future__ import annotations
 
-from kp_llamaindex.embedding import KnowledgePackEmbedding
-from kp_llamaindex.events import PackEvent
-from kp_llamaindex.index import KnowledgePackIndex, KnowledgePackVectorStore
-from kp_llamaindex.llm import KnowledgePackLLM
-from kp_llamaindex.memory import KnowledgePackMemoryBlock
-from kp_llamaindex.messages import pack_place, to_messages
-from kp_llamaindex.nodes import NumberSources, PackNode
-from kp_llamaindex.retriever import KnowledgePackPostprocessor, KnowledgePackRetriever
+from kp_core.bundled import needing
+
+with needing("kp_llamaindex needs LlamaIndex", "llamaindex"):
+    from kp_llamaindex.embedding import KnowledgePackEmbedding
+    from kp_llamaindex.events import PackEvent
+    from kp_llamaindex.index import KnowledgePackIndex, KnowledgePackVectorStore
+    from kp_llamaindex.llm import KnowledgePackLLM
+    from kp_llamaindex.memory import KnowledgePackMemoryBlock
+    from kp_llamaindex.messages import pack_place, to_messages
+    from kp_llamaindex.nodes import NumberSources, PackNode
+    from kp_llamaindex.retriever import KnowledgePackPostprocessor, KnowledgePackRetriever
 
 __all__ = [
     "KnowledgePackEmbedding",

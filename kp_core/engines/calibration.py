@@ -251,7 +251,7 @@ class Calibrations:
         )
 
     def warn(self, plan: Plan, composer: Composer, view: PackView | None) -> None:
-        """Log a warning for each approximate composer in `plan` of which nothing shows that it does as well as text."""
+        """Log a warning for each composer in `plan`, other than exact, of which nothing shows that it does as well."""
         calibration, place = self.of(view), str(None if view is None else view.source.blobs)
         keys = {composer.key} if plan.prompt.unread else set()
         keys |= {region.composer.key for region in plan.regions if region.composer and not region.composer.exact}
@@ -262,14 +262,15 @@ class Calibrations:
             rows = [row for row in calibration.rows if composer_of(row.composer).key == key] if calibration else []
             if not rows:
                 logger.warning(
-                    "Answers with composer %r are approximate, and nothing says how good they are on your data: "
-                    "measure with `kp calibrate` or `kp_core.calibrate_composers(engine, questions, [%r], view=...)`.",
+                    "Answers with composer %r are not those of all packs, and nothing says how good they are on "
+                    "your data: measure with `kp calibrate`, or in Python with "
+                    "`kp_core.calibrate_composers(engine, questions, [%r], view=...)`.",
                     *(key, key),
                 )
             elif (worst := min(rows, key=lambda row: row.kept)).kept < AutoComposer().kept:
                 logger.warning(
-                    "Answers with composer %r are approximate: %d of %d questions over %d packs were answered right, "
-                    "%d from their text.",
+                    "Answers with composer %r are not those of all packs: %d of %d questions over %d packs were "
+                    "answered right, %d from their text.",
                     *(key, worst.right, worst.questions, worst.packs, worst.text_right),
                 )
 

@@ -61,3 +61,16 @@ def test_every_fault_of_the_mutants_can_be_put_into_the_code():
     assert len(FAULTS) == 40
     for fault in FAULTS:
         assert (ROOT / fault.file).read_text(encoding="utf-8").count(fault.text) == 1, fault
+
+
+@pytest.mark.parametrize(
+    ("adapter", "framework", "extra"),
+    [("kp_langchain", "langchain_core", "langchain"), ("kp_llamaindex", "llama_index", "llamaindex")],
+)
+def test_an_adapter_without_its_framework_says_what_to_install(adapter, framework, extra):
+    script = (
+        f"import sys; sys.modules[{framework!r}] = None\n"
+        f"try:\n    import {adapter}\nexcept ImportError as error:\n    print(error)"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603
+    assert f'pip install "knowledge-packs[{extra}]"' in found.stdout
