@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,8 +39,6 @@ _NEXT = (
 def demo(*, model: ModelOptions) -> None:
     """See in a minute what packs do: the same answer, sooner, at a prompt that does not grow, in a style of its own."""
     began, out = time.perf_counter(), console()
-    if model == ModelOptions() and find_spec("llama_cpp"):
-        model = ModelOptions(engine="llama")
     out.print("Knowledge Packs: text is read once, and then only named.", style="bold")
     with ExitStack() as stack:
         session, folder = model.load(), stack.enter_context(tempfile.TemporaryDirectory(prefix="kp-demo-"))
