@@ -38,7 +38,7 @@ def ways_of(engine):
     packs = packs_of(engine)
     ways = {"pack": {"packs": packs[:1]}, "packs": {"packs": packs}, "text": {"packs": (), "messages": TEXT}}
     if "compose" in engine.engine.supports:
-        ways |= {name: {"packs": packs, "composer": name} for name in ("splice", "blend")}
+        ways |= {name: {"packs": packs, "composer": name} for name in ("splice", "naive")}
     if "steer" in engine.engine.supports:
         steering = engine.make_steering([("I am glad.", "I am sad.")], progress=False)
         ways["steered"] = {"packs": packs[:1], "steering": (steering, 2.0), "scope": "pack"}

@@ -61,7 +61,7 @@ WAYS = {
                 max_tokens=2,
             ).token_ids
         )
-        for name in ("splice", "blend", "select:packs=2")
+        for name in ("splice", "select:packs=2")
     },
 }
 """Everything that runs the model for a request."""
