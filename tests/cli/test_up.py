@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_commands_run_there(kp: Kp, bank: Path, beside: Callable[..., int], tmp_
         assert client("ask", "bank")[0] == 2
         # A client that goes away ends its answer, and nothing else.
         long = [sys.executable, "-c", CLIENT, *ASKED[:-1], "--max-tokens", "1500"]
-        there = {"env": ENVIRONMENT | os.environ, "cwd": tmp_path, "stdout": subprocess.PIPE}
+        there: dict[str, Any] = {"env": ENVIRONMENT | os.environ, "cwd": tmp_path, "stdout": subprocess.PIPE}
         with subprocess.Popen(long, **there) as process:  # noqa: S603 - our own
             assert process.stdout is not None
             assert process.stdout.read(1)

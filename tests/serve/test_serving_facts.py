@@ -270,6 +270,7 @@ def test_usage_is_split_and_counts_join_those_of_vllm(server):
     assert last["usage"]["knowledge_packs"] == split
     server.ask("POST", "/v1/facts/search", {"question": "x"})
     server.ask("POST", "/v1/responses", {})
+    assert server.ask("GET", "/metrics", key=None).status_code == 401
     done = server.ask("GET", "/metrics")
     assert int(done.headers["content-length"]) == len(done.content)
     said = dict(line.rsplit(" ", 1) for line in done.text.splitlines() if not line.startswith("#"))
