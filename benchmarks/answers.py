@@ -48,10 +48,7 @@ from kp_core.errors import OptionError
 __all__ = ["COLUMNS", "main", "row", "run"]
 
 _REVERSED = "reversed"
-_COMPOSERS = (
-    *("splice", "blend:r=0.15,rule=first", "blend:r=0.15,rule=deviation", "blend:r=0.15,rule=attention"),
-    *("select:packs=1", "select", _REVERSED),
-)
+_COMPOSERS = ("splice", "select:packs=1", "select", _REVERSED)
 _ANSWER = 20
 """Tokens of an answer, at most."""
 _MOST_TRIED = 6

@@ -30,13 +30,11 @@ from rich.progress import track
 from benchmarks import common
 from benchmarks.questions import Question
 from kp_core import Generation, PackStore, Session
-from kp_core.compose import Composer, ExactComposer, NaiveComposer, SpliceComposer, composer_of
+from kp_core.compose import Composer, ExactComposer, NaiveComposer, SpliceComposer
 
 __all__ = ["COLUMNS", "main", "run"]
 
 _MOST_TOKENS = 7500
-_SHARES = (0.05, 0.15, 0.5)
-_RULES = ("first", "deviation", "attention")
 _ANSWER = 24
 """Tokens of an answer, at most."""
 _ONE_SIDED = 1.645
@@ -45,12 +43,6 @@ _EXACT = ExactComposer()
 _ASKED = "What is the first passage about?"
 COLUMNS = ("composer", "packs", "tokens", "order", "ttft_s", "text_s", "computed", "kl", "agree")
 """Of every row; `None` where it was not measured."""
-
-
-def composers(shares: Sequence[float]) -> list[Composer]:
-    """All there are, the exact one first; `shares` are those of blend."""
-    blends = [composer_of(f"blend:r={share},rule={rule}") for rule in _RULES for share in shares]
-    return [ExactComposer(), NaiveComposer(), SpliceComposer(), *blends]
 
 
 def divergence(exact: Generation, found: Generation) -> tuple[float, bool]:
@@ -72,16 +64,16 @@ class _Variant:
     seen: int = 0
 
 
-def variants(shares: Sequence[float]) -> list[_Variant]:
-    """All ways to send packs."""
-    return [
-        _Variant("exact"),
-        _Variant("free", order="free"),
-        _Variant("free, 2 seen", order="free", seen=2),
-        _Variant("free, all seen", order="free", seen=-1),
-        *(_Variant(made.key, made) for made in composers(shares)[1:]),
-        _Variant("splice, all seen", SpliceComposer(), seen=-1),
-    ]
+_VARIANTS = (
+    _Variant("exact"),
+    _Variant("free", order="free"),
+    _Variant("free, 2 seen", order="free", seen=2),
+    _Variant("free, all seen", order="free", seen=-1),
+    _Variant("naive", NaiveComposer()),
+    _Variant("splice", SpliceComposer()),
+    _Variant("splice, all seen", SpliceComposer(), seen=-1),
+)
+"""All ways to send packs."""
 
 
 def passages(engine: Session, texts: Iterator[str], size: int, count: int) -> list[str]:
@@ -110,7 +102,7 @@ def speed(engine: Session, texts: list[str], arguments: argparse.Namespace) -> l
 def _speed_of(
     engine: Session, texts: list[str], size: int, count: int, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    every = [each for each in variants(arguments.shares) if each.name in (arguments.variants or [each.name])]
+    every = [each for each in _VARIANTS if each.name in (arguments.variants or [each.name])]
     times: dict[str, list[tuple[float, float]]] = {variant.name: [] for variant in every}
     about: dict[str, list[tuple[int, float, bool]]] = {variant.name: [] for variant in every}
     pool = iter(random.Random(size * count).sample(texts, len(texts)))  # noqa: S311
@@ -213,14 +205,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--passages", type=Path, default=common.data_folder() / "wiki_passages.jsonl")
     parser.add_argument("--packs", type=int, nargs="+", default=[2, 5, 10, 20])
     parser.add_argument("--sizes", type=int, nargs="+", default=[25, 140, 500])
-    parser.add_argument("--shares", type=float, nargs="*", default=_SHARES, help="of blend; default: %(default)s")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="of those above, for speed; default: all")
     parser.add_argument("--pairs", type=int, default=20, help="questions for speed; 0: none; default: %(default)s")
     parser.add_argument(
         "--orders", type=int, default=0, metavar="N", help="compare given and free order on N questions"
     )
     arguments = parser.parse_args(argv)
-    known = [each.name for each in variants(arguments.shares)]
+    known = [each.name for each in _VARIANTS]
     if unknown := set(arguments.variants or ()).difference(known):
         parser.error(f"got the variants {sorted(unknown)}; expected some of {known}")
     figures = run(arguments)

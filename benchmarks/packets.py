@@ -1,9 +1,9 @@
 """Documents as packets between trained soft tokens, beside text and the other composers (KV Packet's main figure).
 
 For each number of documents, questions are asked over all of them in one user message: as `text`, as packs by `exact`
-composition, by `splice`, by `blend` with 15 %, and as `packet`s whose KV lies in the store; `splice, int8` and `packet,
-int8` from KV of eight bits (the paper's Figure 4). Everything runs on one engine, with the prefix tree cleared and the
-system head warm before each answer.
+composition, by `splice`, and as `packet`s whose KV lies in the store; `splice, int8` and `packet, int8` from KV of
+eight bits (the paper's Figure 4). Everything runs on one engine, with the prefix tree cleared and the system head warm
+before each answer.
 
 Domains: `wiki`, passages that the wrapper was not trained on, each question about one of them; `hotpot`, HotpotQA with
 its distractors and those of the next question; `needle`, one code among several; `isles`, the world of the demo. The
@@ -46,7 +46,7 @@ _TOKENS = 24
 _INT8 = ", int8"
 _MOST_NEEDLES = 20
 DOMAINS = ("wiki", "hotpot", "needle", "isles")
-METHODS = ("text", "exact", "splice", "blend", "packet", f"splice{_INT8}", f"packet{_INT8}")
+METHODS = ("text", "exact", "splice", "packet", f"splice{_INT8}", f"packet{_INT8}")
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All rows."""
     engine = common.load_engine(arguments)
     packet = PacketComposer.load(arguments.wrapper)
-    splice, blend = composer_of("splice"), composer_of("blend")
-    methods = {"text": None, "exact": composer_of("exact"), "splice": splice, "blend": blend, "packet": packet}
+    splice = composer_of("splice")
+    methods = {"text": None, "exact": composer_of("exact"), "splice": splice, "packet": packet}
     methods |= {f"splice{_INT8}": splice, f"packet{_INT8}": _Rounded(packet.wrapper)}
     chosen = {name: methods[name] for name in methods if name in ("exact", *arguments.methods)}
     shape = AutoConfig.from_pretrained(common.model_path(arguments))

@@ -56,8 +56,7 @@ class _AskOptions(SearchOptions, ModelOptions, ReadOptions):
         typer.Option(
             metavar="NAME",
             help="How several packs are answered: exact; select, from those that the question looks at; auto, as "
-            "`kp calibrate` found; or approximately: splice, packet, blend:r=0.15,rule=first (or deviation, "
-            "attention). naive is wrong, for measuring.",
+            "`kp calibrate` found; or approximately: splice, packet. naive is wrong, for measuring.",
         ),
     ] = "exact"
     order: Annotated[

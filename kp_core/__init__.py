@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from kp_core.bundled import bundled_embedder
     from kp_core.compose import (
         AutoComposer,
-        BlendComposer,
         Composer,
         ExactComposer,
         NaiveComposer,
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncStream",
     "AutoComposer",
-    "BlendComposer",
     "Calibration",
     "CalibrationQuestion",
     "ChatTemplate",
@@ -116,8 +114,7 @@ def bundled_model() -> Path:
 
 _PLACES = {
     "bundled": "bundled_embedder",
-    "compose": "AutoComposer BlendComposer Composer ExactComposer NaiveComposer PacketComposer SelectComposer "
-    "SpliceComposer",
+    "compose": "AutoComposer Composer ExactComposer NaiveComposer PacketComposer SelectComposer SpliceComposer",
     "engines.base": "Engine TokenStream",
     "engines.calibration": "Calibration CalibrationQuestion calibrate_composers",
     "engines.comparing": "Comparison compare_composers",

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu.report import Report
 from kp_core import Generation, PackStore, Session, load_engine
-from kp_core.compose import BlendComposer, ExactComposer, NaiveComposer, SpliceComposer
+from kp_core.compose import ExactComposer, NaiveComposer, SpliceComposer
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
 from kp_core.testing import ARCHITECTURES, check_composer, tiny_model, tiny_tokenizer
@@ -45,7 +45,7 @@ _FACTS = "".join(f"Pier {n} has {3 * n + 2} boats, and pier {n + 9} has {n * n +
 """Longer than the windows of the tiny models."""
 _OTHER, _ASKED = "Quay 5 has no boats at all.\n", "How many boats?"
 _PAIRS = [("I am glad.", "I am sad."), ("It is warm.", "It is cold.")]
-_COMPOSERS = {"exact": ExactComposer(), "naive": NaiveComposer(), "splice": SpliceComposer(), "blend": BlendComposer()}
+_COMPOSERS = {"exact": ExactComposer(), "naive": NaiveComposer(), "splice": SpliceComposer()}
 _COLUMNS = ("memory", "host", "disk", "turn", "batch", "select", "steered", "generate", "cpu", *_COMPOSERS)
 
 

@@ -213,7 +213,7 @@ class _Shape:
     def _several(self, tokens: int) -> None:
         packs = [self._pack(tokens) for _ in range(_PACKS)]
         row: dict[str, Any] = {"shape": self._name, "packs": _PACKS, "tokens each": tokens}
-        for name, options in {"exact": {}, "splice": {"composer": "splice"}, "blend": {"composer": "blend"}}.items():
+        for name, options in {"exact": {}, "splice": {"composer": "splice"}}.items():
             self._engine.clear_cache()
             for use in ("first", "again"):
                 row[f"{name}_{use}_s"] = self._ask(packs=packs, **options).usage.ttft_s

@@ -153,7 +153,7 @@ def _asking(world: World) -> None:
     gr.Examples([[example] for example in _QUESTIONS], question, label="Questions about the sample")
     with gr.Accordion("How it is sent", open=False):
         k = gr.Slider(1, 4, value=1, step=1, label="Documents sent")
-        composers = [("exact", "exact"), ("splice (approximate)", "splice"), ("blend (approximate)", "blend")]
+        composers = [("exact", "exact"), ("splice (approximate)", "splice")]
         composer = gr.Radio(composers, value="exact", label="KV of packs that stand behind other packs")
     answers: dict[Way, gr.Textbox] = {}
     costs: dict[Way, gr.Markdown] = {}

@@ -7,7 +7,6 @@ from typing import Any
 
 from kp_core.compose.auto import AutoComposer
 from kp_core.compose.base import Composer, Forward, Region, join
-from kp_core.compose.blend import BlendComposer
 from kp_core.compose.exact import ExactComposer
 from kp_core.compose.naive import NaiveComposer
 from kp_core.compose.packet import PacketComposer, Wrapper, laid_out, load_wrapper, save_wrapper
@@ -17,7 +16,6 @@ from kp_core.errors import OptionError
 
 __all__ = [
     "AutoComposer",
-    "BlendComposer",
     "Composer",
     "ExactComposer",
     "Forward",
@@ -36,9 +34,8 @@ __all__ = [
 
 _NAMED: Mapping[str, Callable[..., Composer]] = {
     "auto": AutoComposer,
-    "blend": BlendComposer,
     "exact": ExactComposer,
-    "naive": NaiveComposer,
+    "naive": lambda: NaiveComposer(),  # noqa: PLW0108 - a key is no parameter: it could be another composer's
     "packet": PacketComposer.load,
     "select": SelectComposer,
     "splice": SpliceComposer,
@@ -46,7 +43,7 @@ _NAMED: Mapping[str, Callable[..., Composer]] = {
 
 
 def composer_of(name: str) -> Composer:
-    """The composer of that name: `"splice"`, `"blend:r=0.3,rule=deviation"`, `"packet:wrapper=FILE"`.
+    """The composer of that name: `"splice"`, `"select:packs=2"`, `"packet:wrapper=FILE"`.
 
     Raises `OptionError` for an unknown name or parameter, `WrapperError` for a wrapper that cannot be read.
     """
@@ -65,6 +62,6 @@ def composer_of(name: str) -> Composer:
     except (KeyError, TypeError) as error:
         raise OptionError(
             f"Got composer={name!r}; expected one of {', '.join(_NAMED)}, with parameters as in "
-            "'select:packs=2', 'blend:r=0.3,rule=deviation', 'packet:wrapper=FILE', or a composer of your own with "
-            "`exact`, `key`, `regions` and `fill`."
+            "'select:packs=2', 'packet:wrapper=FILE', or a composer of your own with `exact`, `key`, `regions` and "
+            "`fill`."
         ) from error

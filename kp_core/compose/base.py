@@ -100,9 +100,8 @@ class Forward(Protocol):
         positions: Sequence[int] | None = None,
         past: KVTensors | None = None,
         past_positions: Sequence[int] | None = None,
-        layers: int | None = None,
     ) -> KVTensors:
-        """KV of `ids` behind `past`, per layer `(kv_heads, len(ids), head_dim)`; of the first `layers` layers if given.
+        """KV of `ids` behind `past`, per layer `(kv_heads, len(ids), head_dim)`.
 
         By default, `past` has the positions from 0 on, and `ids` the positions behind it.
         """
@@ -118,14 +117,6 @@ class Forward(Protocol):
         with the tokens behind the region.
         """
 
-    def attention(self, tokens: int, kv: KVTensors, blank: Sequence[int]) -> Tensor:
-        """Attention weights of the last `tokens` of the prompt on the region's `kv`; the places `blank` are masked.
-
-        Weights are summed over queries, heads and layers, `(tokens of the region,)`. KV composed with them depends on
-        the question, so the prefix tree does not keep it. Raises `UnsupportedRequestError` if the model's attention
-        does not report weights.
-        """
-
     def soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
         """KV of `header`, `ids` and `trailer`, in a separate prompt that begins with the tokens `before`.
 
@@ -137,8 +128,8 @@ class Forward(Protocol):
 class Composer(Protocol):
     """Makes the KV of packs that do not stand behind the prefix they were compiled for.
 
-    Packs behind their prefix are exact, and their KV is used without a composer. The composed KV may depend on the
-    tokens before and in the region, and on later tokens only through `Forward`.
+    Packs behind their prefix are exact, and their KV is used without a composer. The composed KV depends on the
+    tokens before and in the region alone.
     """
 
     @property

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kp_core.compose import (
-    BlendComposer,
-    Composer,
-    ExactComposer,
-    PacketComposer,
-    SelectComposer,
-    SpliceComposer,
-    composer_of,
-)
+from kp_core.compose import Composer, ExactComposer, PacketComposer, composer_of
 from kp_core.packs.pack import common_length
 from kp_core.prompt.conversation import Message
 
@@ -25,14 +17,6 @@ if TYPE_CHECKING:
     from kp_core.engines.session import Session
 
 __all__ = ["Comparison", "blob_key", "compare_composers"]
-
-_COMPOSERS: tuple[Composer, ...] = (
-    SpliceComposer(),
-    BlendComposer(0.15, "first"),
-    BlendComposer(0.15, "deviation"),
-    BlendComposer(0.15, "attention"),
-    SelectComposer(),
-)
 
 
 @dataclass(frozen=True)
@@ -58,12 +42,12 @@ class Comparison:
 def compare_composers(
     session: Session,
     messages: Sequence[Message] | str,
-    composers: Sequence[Composer | str] | None = None,
+    composers: Sequence[Composer | str] = ("splice", "select"),
     *,
     max_tokens: int = 24,
     **options: Any,  # noqa: ANN401 - of `Request`
 ) -> tuple[Comparison, ...]:
-    """Compare each of `composers` (by default splice, the three rules of blend, and select) with exact composition.
+    """Compare each of `composers` with exact composition.
 
     Each answers `messages` greedily, with at most `max_tokens` tokens. Before each answer, all KV that is neither
     pinned nor in use is dropped. KV that the store keeps of earlier requests is not read. So times are those of a first
@@ -83,7 +67,7 @@ def compare_composers(
 
     exact = answer(ExactComposer())
     comparisons = []
-    for composer in _COMPOSERS if composers is None else composers:
+    for composer in composers:
         candidate = answer(composer)
         comparisons.append(
             Comparison(

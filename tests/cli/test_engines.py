@@ -57,10 +57,8 @@ def test_ask_says_how_many_tokens_are_approximate(kp: Kp, bank: Path) -> None:
     assert usage["approximate_tokens"] == len(PackStore(bank / "packs").get(second).token_ids)
     code, out, _ = kp(*asked, "--composer", "naive")
     assert (code, f"({usage['approximate_tokens']} approximate)" in out) == (0, True)
-    code, out, _ = kp(*asked, "--composer", "blend:r=0.3,rule=deviation")
-    assert (code, f"({usage['approximate_tokens']} approximate)" in out) == (0, True)
     code, _, err = kp(*asked, "--composer", "mend")
-    assert (code, "expected one of blend, exact, naive, packet, select, splice" in " ".join(err.split())) == (1, True)
+    assert (code, "expected one of auto, exact, naive, packet, select, splice" in " ".join(err.split())) == (1, True)
 
 
 def test_ask_rebuilds_packs_of_another_model_only_when_told(kp: Kp, bank: Path) -> None:

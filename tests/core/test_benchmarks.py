@@ -463,7 +463,7 @@ def test_answers(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_composition(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    sizes = ["--packs", "2", "400", "--sizes", "25", "--shares", "0.5", "--pairs", "1"]
+    sizes = ["--packs", "2", "400", "--sizes", "25", "--pairs", "1"]
     asked = ["--passages", data("wiki_passages.jsonl"), "--orders", "2"]
     composition.main(["--data", data("hotpotqa_gold.jsonl"), *asked, *sizes, "--json", str(out)])
     figures = json.loads(out.read_text())

@@ -71,11 +71,11 @@ def test_every_part_runs_on_a_bare_machine_without_an_accelerator(bare, tmp_path
     assert {"llama", "qwen3_moe", "gemma3_text", "deepseek_v3", "qwen3_next"} <= {row["model"] for row in parity}
     assert {row["dtype"] for row in parity} == {"float32", "bfloat16", "float16"}
     plain = parity[0]
-    assert {plain[name] for name in ("exact", "naive", "splice", "blend")} == {"right"}
+    assert {plain[name] for name in ("exact", "naive", "splice")} == {"right"}
     ways = {plain[name] for name in ("memory", "host", "disk", "turn", "batch", "select", "steered")}
     assert ways == {"bits"} or not plain["bitwise"]
     assert [row["tokens"] for row in timed if "memory_s" in row] == [256, 1024]
-    for column in ("device_gb_s", "eight_tok_s", "static_tok_s", "blend_first_s", "kernels", "padded_s", "pinned_s"):
+    for column in ("device_gb_s", "eight_tok_s", "static_tok_s", "splice_first_s", "kernels", "padded_s", "pinned_s"):
         assert any(row.get(column) for row in timed), column
     assert {"alike", "mask_ms"} <= {name for row in rows for name in row}
     assert {row["attention"] for row in rows if "attention" in row} == {"flash", "math"}

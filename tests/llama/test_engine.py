@@ -161,7 +161,7 @@ def test_steered_values(llama):
     assert torch.equal(llama.prefill("How are you?", reuse=False).logits.argmax(), plain.argmax())
 
 
-@pytest.mark.parametrize("composer", ["blend", "splice"])
+@pytest.mark.parametrize("composer", ["naive", "splice"])
 def test_composers_are_refused_by_name(llama, store, composer):
     handles = [store.put(llama.build_pack(text)) for text in TEXTS[:2]]
     with pytest.raises(UnsupportedRequestError, match="behind all others") as error:

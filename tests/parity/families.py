@@ -249,7 +249,7 @@ engine.engine.supports`, tested at load; elsewhere reused KV rounds differently 
 On an AMD EPYC 63 of the 128 are bitwise in bfloat16, and 16 in float32, as activations of layers this narrow round by
 the size of a pass. The bundled model is bitwise in both. What a layer caches decides what else works:
 
-- **plain**: keys and values of every token, and every token sees all before it. `splice` and `blend` are refused
+- **plain**: keys and values of every token, and every token sees all before it. `splice` is refused
   where keys cannot be moved (*naive*; [several packs](several-packs.md)), all composers but the exact one with ALiBi.
 - **windows** (sliding or chunked): all tokens are kept, and a long pack costs a layer what its window costs. Only the
   exact composer.

@@ -4,14 +4,15 @@ import pytest
 from langchain_core.messages import HumanMessage
 from llama_index.core.llms import ChatMessage
 
-from kp_core import PackStore, SpliceComposer
+from kp_core import PackStore
 from kp_core.errors import OptionError
 from kp_langchain import ChatKnowledgePacks
 from kp_llamaindex import KnowledgePackLLM
+from tests.composers import Firsts
 from tests.conftest import tiny_engine
 
 TEXTS = ["The first island is green and flat. " * 5, "The second island is blue. " * 5]
-NAMED = ["splice", "blend:r=0.5,rule=deviation", SpliceComposer()]
+NAMED = ["splice", "naive", Firsts(0.5)]
 
 
 def usage_of(adapter, store, question, **options):
@@ -38,7 +39,7 @@ def test_a_composer_by_name(adapter, composer, isles):
     question = "\n\n".join((*handles, f"{adapter}?"))
     assert usage_of(adapter, store, question)["approximate_tokens"] == 0
     assert usage_of(adapter, store, question, composer=composer)["approximate_tokens"] > 0
-    with pytest.raises((OptionError, ValueError), match="expected one of blend, exact, naive, packet, select, splice"):
+    with pytest.raises((OptionError, ValueError), match="expected one of auto, exact, naive, packet, select, splice"):
         usage_of(adapter, store, question, composer="mend")
 
 

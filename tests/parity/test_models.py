@@ -207,7 +207,7 @@ def test_windows_and_shared_layers_are_steered_and_not_moved(kind, tmp_path):
     assert_alike(engine, steered.logits, engine.prefill(ask(f"{one}\nA?"), **options, reuse=False).logits)
     assert not torch.equal(steered.logits, plain.logits)
     assert "compose" not in engine.engine.supports
-    for composer in ("splice", "blend:r=0.15,rule=first", "naive"):
+    for composer in ("splice", "naive"):
         with pytest.raises(UnsupportedRequestError, match="window"):
             engine.generate(f"{one}\n\n{other}\nA?", view=store.view("m"), composer=composer)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kp_core import BlendComposer, KVTensors, PackStore, Prefix
+from kp_core import KVTensors, PackStore, Prefix
 from kp_core.engines.local.altered import altered as alter
 from kp_core.engines.request import Request
 from kp_core.errors import PackError, UnsupportedRequestError
@@ -123,8 +123,8 @@ def test_composers_are_refused_by_name(tmp_path, remote):
     session, store = tiny_engine(), PackStore(tmp_path)
     packs = [replace(session.build_pack(text, namespace="a"), fingerprint=remote.fingerprint) for text in (TEXT, OTHER)]
     handles = [store.put(pack) for pack in packs]
-    with pytest.raises(UnsupportedRequestError, match="composer='blend"):
-        remote.stream(f"{handles[0]}\n{handles[1]}\nWho?", view=store.view("a"), composer=BlendComposer())
+    with pytest.raises(UnsupportedRequestError, match="composer='naive"):
+        remote.stream(f"{handles[0]}\n{handles[1]}\nWho?", view=store.view("a"), composer="naive")
 
 
 @pytest.fixture

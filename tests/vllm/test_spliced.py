@@ -40,8 +40,8 @@ def test_spliced_answers_are_those_of_the_local_engine(both, questions):
 def test_what_a_server_cannot_move_is_refused(both, questions):
     lines = questions[12][1].splitlines()
     content = "\n".join(f"{{{at}}}" for at in range(len(lines)))
-    with pytest.raises(UnsupportedRequestError, match="composer='blend"):
-        both.ask(content, lines, composer="blend", max_tokens=2)
+    with pytest.raises(UnsupportedRequestError, match="composer='naive"):
+        both.ask(content, lines, composer="naive", max_tokens=2)
     with pytest.raises(ModelError, match="--packets"):
         both.ask(content, lines, composer=PacketComposer.load(), max_tokens=2)
     ids = list(range(40))

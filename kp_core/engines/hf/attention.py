@@ -83,8 +83,8 @@ def tiled_attention(  # noqa: PLR0913 - the signature is that of transformers' A
     `query` is `(1, heads, new, head_dim)`, `key` and `value` are `(1, kv_heads, tokens, head_dim)`; returns
     `(1, new, heads, head_dim)`. An engine passes the function `kp_attend` to compute the attention; its arguments are
     the layer, query, key, value, scale and sinks. Without it, the tokens are the last of a sequence. An additive
-    `attention_mask`, `(batch, 1, new, tokens)`, allows tokens at any positions. A list `kp_weights` then receives the
-    attention weight of each key, `(tokens,)`, summed over queries and heads.
+    `attention_mask`, `(batch, 1, new, tokens)`, allows tokens at any positions. `kp_weights` is then called with the
+    attention weights, `(heads, new, tokens)`.
 
     Raises `ValueError` when a model needs softcap or a position bias, and for sinks outside of an engine's passes.
     """

@@ -265,14 +265,12 @@ class CausalModel:
         positions: Sequence[int],
         past: KVTensors | None,
         past_positions: Sequence[int],
-        *,
-        layers: int | None = None,
     ) -> KVTensors:
-        """See `Forward`."""
+        """See `Forward.__call__`."""
         count = 0 if past is None else past.tokens
-        buffer = KVBuffer(replace(self.shape, layers=self.shape.layers[:layers]), count + len(ids))
+        buffer = KVBuffer(self.shape, count + len(ids))
         if past is not None:
-            buffer.append(KVTensors(past.keys[:layers], past.values[:layers]))
+            buffer.append(past)
         self.forward_among(ids, positions, buffer, range(count, count + len(ids)), held=past_positions)
         return buffer.read(count, count + len(ids))
 
@@ -292,11 +290,11 @@ class CausalModel:
     ) -> Tensor | None:
         """Compute `ids` at `positions` and write their KV to `places` of `buffer`.
 
-        Each token attends to all KV in the buffer up to its own position, except to the places `unseen`. The buffer may
-        have the first layers alone; `held` are the positions of its tokens, by default their places. `weights` is
-        called with the attention weights of each layer, `(heads, len(ids), tokens)`, or of the first `layers`. With
-        `logits`, returns those after the last of `ids`, `(1, vocabulary)`. Without `logits` and `weights`, the pass
-        stops at the keys of the last layer.
+        Places ascend. Each token attends to all KV in the buffer up to its own position, except to the places `unseen`.
+        `held` are the positions of the tokens in the buffer, by default their places. `weights` is called with the
+        attention weights of each layer, `(heads, len(ids), tokens)`, or of the first `layers`. With `logits`, returns
+        those after the last of `ids`, `(1, vocabulary)`. Without `logits` and `weights`, the pass stops at the keys of
+        the last layer.
 
         Raises `UnsupportedRequestError` if tokens of this model cannot be moved, or if its attention does not report
         weights.
@@ -316,8 +314,7 @@ class CausalModel:
                 layer.values[:, :, hidden] = 0
         key_positions[targets] = query_positions
         mask, options, seen = None, dict[str, Any](), list[None]()
-        ascends = all(place < next_place for place, next_place in pairwise(places))
-        if weights is None and ascends and torch.equal(key_positions, torch.arange(stop, device=device)):
+        if weights is None and torch.equal(key_positions, torch.arange(stop, device=device)):
             options = self._attention(list(places), buffer)
         # Tokens in order behind all others need no mask, which is faster, and more so for longer passes.
         elif (
@@ -345,9 +342,7 @@ class CausalModel:
             )
             last_logits = output.logits[:, -1].clone() if logits else None
         if weights is not None and not seen:
-            raise UnsupportedRequestError(
-                "This model's attention does not report its weights; use composer='exact' or another rule of blend."
-            )
+            raise UnsupportedRequestError("This model's attention does not report its weights; use composer='exact'.")
         return last_logits
 
     @torch.inference_mode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -37,8 +37,6 @@ class Computing:
         self._model, self._scheduler, self._buffer, self._start = model, scheduler, buffer, buffer.length
         self._ids, self._may_wait = prompt.token_ids, may_wait
         self.late: Sequence[int] = ()
-        self.looked_behind = False
-        """Whether the composed KV depends on tokens after the region."""
         self.before = buffer.view_of(0, buffer.length) if buffer.length else None
         self.tokens = 0
         """Tokens computed in all layers, including those in `late`."""
@@ -54,16 +52,15 @@ class Computing:
         positions: Sequence[int] | None = None,
         past: KVTensors | None = None,
         past_positions: Sequence[int] | None = None,
-        layers: int | None = None,
     ) -> KVTensors:
         """See `Forward.__call__`."""
         count = 0 if past is None else past.tokens
-        places = range(count) if past_positions is None else past_positions
+        positions = range(count, count + len(ids)) if positions is None else positions
         with self._scheduler.prefill(len(ids)):
             kv = self._model.forward_at(
-                ids, range(count, count + len(ids)) if positions is None else positions, past, places, layers=layers
+                ids, positions, past, range(count) if past_positions is None else past_positions
             )
-        self.tokens += len(ids) if layers is None else 0
+        self.tokens += len(ids)
         return kv
 
     def room(self, tokens: int) -> KVTensors:
@@ -74,7 +71,7 @@ class Computing:
         """See `Forward.anew`."""
         if not places:
             return kv
-        places = [self._start + place for place in places]
+        places = sorted(self._start + place for place in places)
         with self._holding(kv, len(places)):
             if self._may_wait:
                 self.late = places
@@ -83,43 +80,24 @@ class Computing:
         self.tokens += len(places)
         return self._buffer.view_of(self._start, self._start + kv.tokens)
 
-    def attention(self, tokens: int, kv: KVTensors, blank: Sequence[int]) -> Tensor:
-        """See `Forward.attention`."""
-        self.looked_behind = True
-        positions = range(max(self._start + kv.tokens, len(self._ids) - tokens), len(self._ids))
-        return self.weights(positions, kv, blank, lambda share: share.sum(dim=(0, 1))).sum(dim=0)
+    def weights(self, kv: KVTensors, blank: Sequence[int], layers: int | None = None) -> Tensor:
+        """Largest attention weight of the tokens behind the region on each token of its `kv`.
 
-    def weights(
-        self,
-        positions: range,
-        kv: KVTensors,
-        blank: Sequence[int],
-        reduced: Callable[[Tensor], Tensor],
-        layers: int | None = None,
-    ) -> Tensor:
-        """Attention weights of the tokens at `positions` on the region's `kv`, in all layers or the first `layers`.
-
-        `reduced` is applied to the weights of each layer, `(heads, len(positions), tokens)`; the result has one entry
-        for each layer. Tokens at the places `blank` are masked.
+        Tokens at the places `blank` are masked. Returns `(layers, heads, tokens)`, of the first `layers` if given.
         """
-        stop, unseen = self._start + kv.tokens, [self._start + place for place in blank]
-        ids, places, found = (
-            self._ids[positions.start : positions.stop],
-            range(stop, stop + len(positions)),
-            list[Tensor](),
-        )
-        with self._holding(kv, len(ids)):
+        stop, by_layer = self._start + kv.tokens, list[Tensor]()
+        positions = range(stop, len(self._ids))
+        with self._holding(kv, len(positions)):
             self._model.forward_among(
-                ids,
+                self._ids[stop:],
                 positions,
                 self._buffer,
-                places,
-                unseen=unseen,
-                weights=lambda share: found.append(reduced(share[..., self._start : stop])),
+                positions,
+                unseen=[self._start + place for place in blank],
+                weights=lambda share: by_layer.append(share[..., self._start : stop].amax(dim=1)),
                 layers=layers,
             )
-        self.tokens += len(ids)
-        return torch.stack(found)
+        return torch.stack(by_layer)
 
     @contextmanager
     def _holding(self, kv: KVTensors, tokens: int) -> Iterator[None]:

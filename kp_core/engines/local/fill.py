@@ -89,9 +89,7 @@ def attention(engine: LocalEngine, plan: Plan, layers: int | None) -> Tensor | N
         if packs is None:
             return None
         forward = Computing(engine.model, engine.scheduler, run.buffer, plan.prompt)
-        positions, kv = range(region.stop, len(plan.prompt)), laid(region, packs, forward)
-        weights = forward.weights(positions, kv, region.between, lambda share: share.amax(dim=1), layers)
-        return weights.float().cpu()
+        return forward.weights(laid(region, packs, forward), region.between, layers).float().cpu()
     finally:
         run.close()
 
@@ -302,8 +300,6 @@ class Run:
             self._model, self._engine.scheduler, self.buffer, self.plan.prompt, may_wait=_may_wait(self.plan, region)
         )
         kv = composer.fill(region, packs, forward)
-        if forward.looked_behind:
-            self.path.is_open = False  # This KV depends on the end of this prompt, so no other prompt may reuse it.
         if forward.late:
             if not self.buffer.holds(kv):
                 raise KVShapeError(

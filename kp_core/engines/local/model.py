@@ -81,8 +81,6 @@ class Model(Protocol):
         positions: Sequence[int],
         past: KVTensors | None,
         past_positions: Sequence[int],
-        *,
-        layers: int | None = None,
     ) -> KVTensors:
         """See `Forward.__call__`."""
 

@@ -19,6 +19,7 @@ from kp_core.edit import amend
 from kp_core.errors import PackNotFoundError
 from kp_core.testing import CHATML
 from tests.attack.harness import Case, LostError, WrongError
+from tests.composers import Firsts
 from tests.conftest import tiny_engine
 from tests.core.packs.made import make_pack, same
 
@@ -137,7 +138,7 @@ def attack(folder: Path) -> Iterator[Case]:
         first, before = handles[space][0], draw.choice(("", "Of old: ", "Of old.", "Of old:\n"))
         behind, squash_above, is_talk = draw.choice((f"\n\n{first}", "")), draw.choice((0.0, 9.0)), draw.random() < 0.5
         upgrade = draw.choice(("background", "none"))
-        composer, scope = draw.choice(("exact", "splice", "naive", "blend:r=0.5")), draw.choice(("pack", "prompt"))
+        composer, scope = draw.choice(("exact", "splice", "naive", Firsts(0.5))), draw.choice(("pack", "prompt"))
         options = {"view": store.view(space), "max_tokens": 3, "keep": draw.choice(("used_twice", "always", "never"))}
 
         def in_place(pack: KnowledgePack) -> None:

@@ -1,19 +1,21 @@
-"""Splice and blend against recomputing, token for token."""
+"""Approximate composition against recomputing, token for token."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import pytest
 import torch
 
-from kp_core import BlendComposer, Handle, KVTensors, PackStore, SpliceComposer
+from kp_core import Handle, KVTensors, PackStore, SelectComposer, SpliceComposer
 from kp_core.compose import composer_of
-from kp_core.compose.blend import _RULES
 from kp_core.engines.local import fill
 from kp_core.engines.request import Request
-from kp_core.errors import FingerprintMismatchError, KVShapeError, OptionError
+from kp_core.errors import FingerprintMismatchError, KVShapeError
 from kp_core.packs.pack import common_length
+from kp_core.plan import Plan, Region
+from kp_core.testing import tiny_model
+from tests.composers import Firsts
 from tests.conftest import alike, tiny_engine
 
 TEXTS = ["The first island is green and flat.", "The second island is blue.", "The third one is as red as rust."]
@@ -76,7 +78,7 @@ def taken(kv, tokens):
 def test_what_is_written_in_place_is_what_is_put_together(share, isles):
     engine, request, question = isles
     prompt, slow = kv_of(engine, question, **request, composer=Slow(share))
-    _, found = kv_of(engine, question, **request, composer=BlendComposer(share, "first") if share else "splice")
+    _, found = kv_of(engine, question, **request, composer=Firsts(share) if share else "splice")
     tolerance = 1e-5 if slow.dtype == torch.float32 else 0.05
     pairs = zip((*found.keys, *found.values), (*slow.keys, *slow.values), strict=True)
     assert all((mine.float() - theirs.float()).norm() <= tolerance * theirs.float().norm() for mine, theirs in pairs)
@@ -115,35 +117,39 @@ def test_the_next_prompt_in_the_buffer_leaves_the_tree_as_it_was(isles):
     assert kv_of(engine, question, **request, composer="splice")[1].equal(spliced)
 
 
-def test_the_question_looks_at_what_it_would_look_at(isles):
-    """The weights that choose tokens, against attention of the same question behind KV that was put together."""
+def test_attention_is_that_of_the_plain_model(isles):
+    """The weights that `select` chooses by, over a pack where it was compiled, against those of transformers."""
     engine, request, question = isles
-    seen = []
-
-    @dataclass(frozen=True)
-    class Looking(Slow):
-        key = "looking"
-
-        def fill(self, region, packs, forward):
-            kv = super().fill(region, packs, forward)
-            hidden = [0, len(region) - 1]
-            weights = forward.attention(8, kv, ())
-            less = forward.attention(8, kv, hidden)
-            seen.append((len(region), weights, less, hidden))
-            return kv
-
-    engine.prefill(question, **request, composer=Looking())
-    ((tokens, weights, less, hidden),) = seen
-    model = engine.engine.model.network.config
-    assert weights.shape == less.shape == (tokens,)
-    # Each query of each head and layer gives out one in all, a part of it to what stands elsewhere.
-    assert 0 < weights.sum() < 8 * model.num_attention_heads * model.num_hidden_layers
-    assert (less[hidden] == 0).all()
-    assert (weights[hidden] > 0).all()
-    assert less.sum() > 0
+    one, asked = question.split("\n\n")[0], "Which?"
+    prompt = engine._plan(f"{one}\n\n{asked}", Request.of(request)).prompt
+    (span,) = prompt.spans
+    region = Region(span.start, span.stop, "composed", (span,), SpliceComposer())
+    plan = Plan(prompt, (Region(0, span.start, "computed"), region), packs=request["view"])
+    found = engine.engine.attention(plan)
+    assert torch.equal(engine.engine.attention(plan, 1), found[:1])
+    model = tiny_model("llama", engine.engine.model.shape.dtype)
+    model.set_attn_implementation("eager")
+    output = model(torch.tensor([prompt.token_ids]), output_attentions=True)
+    expected = torch.stack(
+        [layer[0, :, span.stop :, span.start : span.stop].amax(dim=1) for layer in output.attentions]
+    )
+    assert torch.allclose(found, expected.float(), atol=1e-5 if model.dtype == torch.float32 else 0.01)
 
 
-@pytest.mark.parametrize("composer", ["splice", "naive", *(BlendComposer(0.4, rule) for rule in _RULES)], ids=str)
+def test_attention_passes_over_tokens_between_packs(isles):
+    engine, request, question = isles
+    plan = engine._plan(question, Request.of(request | {"composer": "splice"}))
+    region = plan.regions[-2]
+    plan = replace(plan, regions=plan.regions[:-1])
+    weights = engine.engine.attention(plan)
+    between = [*region.between]
+    packs = [at for at in range(len(region)) if at not in between]
+    assert between
+    assert (weights[..., between] == 0).all()
+    assert (weights[..., packs] > 0).all()
+
+
+@pytest.mark.parametrize("composer", ["splice", "naive", Firsts(0.4)], ids=str)
 def test_one_pass_with_the_question_is_two(composer, isles, monkeypatch):
     """What stands between packs, and then the question: bit for bit what one pass over both gives."""
     engine, request, question = isles
@@ -165,13 +171,12 @@ def test_one_pass_with_the_question_is_two(composer, isles, monkeypatch):
     assert alike(engine, one.first_logits, two.first_logits)
     assert one.token_ids == two.token_ids
     assert one.usage.approximate_tokens == two.usage.approximate_tokens > 0
-    if "attention" not in str(composer):
-        # Another question finds the region in memory, and what follows it up to the first other token.
-        asked = engine.prefill(question.replace("Which?", "Why?"), **request)
-        assert asked.usage.computed_tokens == len(asked.prompt) - common_length(
-            asked.prompt.token_ids, one.prompt.token_ids
-        )
-        assert len(passes) == 2
+    # Another question finds the region in memory, and what follows it up to the first other token.
+    asked = engine.prefill(question.replace("Which?", "Why?"), **request)
+    assert asked.usage.computed_tokens == len(asked.prompt) - common_length(
+        asked.prompt.token_ids, one.prompt.token_ids
+    )
+    assert len(passes) == 2
 
 
 def joint_passes(engine, question, request, monkeypatch):
@@ -227,52 +232,33 @@ def test_spliced_keys_of_the_first_layer_are_those_of_the_text(isles):
     assert found.slice(0, first).equal(exact.slice(0, first))
 
 
-@pytest.mark.parametrize("rule", _RULES)
-def test_a_share_of_nothing_is_a_splice_and_of_all_is_exact(rule, isles):
+def test_nothing_recomputed_is_a_splice_and_all_is_exact(isles):
     engine, request, question = isles
     spliced = engine.prefill(question, **request, composer="splice")
-    none = engine.prefill(question, **request, composer=BlendComposer(0, rule))
+    none = engine.prefill(question, **request, composer=Firsts(0))
     assert torch.equal(none.logits, spliced.logits)
     assert none.usage.approximate_tokens > 0
-    exact = engine.prefill(question, **request)
-    every = engine.prefill(question, **request, composer=BlendComposer(1, rule))
-    assert torch.equal(every.logits, exact.logits)
-    assert every.usage.approximate_tokens == 0
+    _, exact = kv_of(engine, question, **request, reuse=False)
+    _, every = kv_of(engine, question, **request, composer=Firsts(1))
+    assert alike(engine, every, exact)
+    assert not alike(engine, kv_of(engine, question, **request, composer=Firsts(0.5))[1], exact)
 
 
-@pytest.mark.parametrize("rule", _RULES)
-def test_nearly_all_recomputed_is_nearly_exact(rule, isles):
-    engine, request, question = isles
-    exact = engine.prefill(question, **request).logits.float()
-    spliced = engine.prefill(question, **request, composer="splice").logits.float()
-    blended = engine.prefill(question, **request, composer=BlendComposer(0.999, rule)).logits.float()
-    tolerance = 1e-4 if engine.fingerprint.dtype == "float32" else 0.05
-    assert (blended - exact).norm() <= tolerance * exact.norm()
-    assert (spliced - exact).norm() > 1e-3 * exact.norm()
-
-
-def test_blending_computes_the_share_that_it_says(isles):
+def test_recomputed_tokens_are_counted_and_found_under_their_key(isles):
     engine, request, question = isles
     engine.clear_cache()
-    half = engine.prefill(question, **request, composer=BlendComposer(0.5, "first"))
+    half = engine.prefill(question, **request, composer=Firsts(0.5))
     first, *rest = half.prompt.spans
     recomputed = sum(-(-len(span) // 2) for span in rest)
     outside = len(half.prompt) - len(first) - sum(map(len, rest))
     assert half.usage.computed_tokens == outside + recomputed
     assert half.usage.approximate_tokens == sum(map(len, rest))
-
-
-def test_what_depends_on_the_question_is_not_kept(isles):
-    engine, request, question = isles
-    one = engine.prefill(question, **request, composer=BlendComposer(0.3, "attention"))
-    again = engine.prefill(question, **request, composer=BlendComposer(0.3, "attention"))
-    assert torch.equal(one.logits, again.logits)
-    assert again.usage.computed_tokens > len(again.prompt) - again.prompt.spans[-1].stop
-    kept = engine.prefill(question, **request, composer=BlendComposer(0.3, "first"))
-    assert engine.prefill(question, **request, composer=BlendComposer(0.3, "first")).usage.computed_tokens == 0
-    assert not torch.equal(kept.logits, one.logits)
-    exact = engine.prefill(question, **request)
-    assert torch.equal(exact.logits, engine.prefill(question, **request, reuse=False).logits)
+    other = engine.prefill(question, **request, composer=Firsts(0.3))
+    assert other.usage.computed_tokens > 0
+    assert not torch.equal(other.logits, half.logits)
+    again = engine.prefill(question, **request, composer=Firsts(0.5))
+    assert again.usage.computed_tokens == 0
+    assert torch.equal(again.logits, half.logits)
 
 
 def test_packs_are_left_as_they_are(isles):
@@ -280,15 +266,10 @@ def test_packs_are_left_as_they_are(isles):
     store = request["view"].source
     before = [store.get(span) for span in map(Handle.parse, question.split("\n\n")[:3])]
     copies = [pack.kv.clone() for pack in before]
-    engine.prefill(question, **request, composer=BlendComposer(0.5, "deviation"))
+    engine.prefill(question, **request, composer=Firsts(0.5))
     assert all(pack.kv.equal(copy) for pack, copy in zip(before, copies, strict=True))
 
 
 def test_names():
-    assert composer_of("splice") == SpliceComposer()
-    assert composer_of("blend:r=0.3,rule=deviation") == BlendComposer(0.3, "deviation")
-    for composer in (SpliceComposer(), BlendComposer(), BlendComposer(0.05, "attention")):
+    for composer in (SpliceComposer(), SelectComposer(), SelectComposer(3)):
         assert composer_of(composer.key) == composer
-    for wrong in ("blend:k=3", "splice:r=1", "", "blend:r=2", "blend:rule=last", "blend:r=many"):
-        with pytest.raises(OptionError):
-            composer_of(wrong)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from kp_core import BlendComposer, PackStore, load_engine
+from kp_core import PackStore, load_engine
 from kp_core.errors import (
     ContextOverflowError,
     FingerprintMismatchError,
@@ -16,7 +16,6 @@ from kp_core.testing import tiny_tokenizer
 from tests.conftest import tiny_engine
 
 TEXTS = ["The first island is green and flat.", "The second island is blue."]
-APPROXIMATE = ["splice", "blend:r=0.3,rule=deviation"]
 
 
 @pytest.fixture
@@ -42,33 +41,30 @@ def refused(engine, store, handles, kind, says, **options):
     assert torch.equal(exact.logits, engine.prefill(question, **oracle, reuse=False).logits)
 
 
-@pytest.mark.parametrize("composer", APPROXIMATE)
-def test_a_pack_of_another_model(store, composer):
+def test_a_pack_of_another_model(store):
     engine = tiny_engine()
     handles = [put(store, engine, TEXTS[0]), put(store, tiny_engine("qwen3"), TEXTS[1])]
-    refused(engine, store, handles, FingerprintMismatchError, "config: pack has", composer=composer)
+    refused(engine, store, handles, FingerprintMismatchError, "config: pack has", composer="splice")
 
 
-@pytest.mark.parametrize("composer", APPROXIMATE)
-def test_packs_compiled_for_different_places(store, composer):
+def test_packs_compiled_for_different_places(store):
     engine = tiny_engine()
     home, user = (put(store, engine, text) for text in TEXTS)
     place = [{"role": "user", "content": "Look at this:\n{pack}"}]
     away = put(store, engine, "The third one is as red as rust.", compiled_for=place)
     says = "compiled behind .* expects one prefix. Build both with the same `compiled_for`"
-    refused(engine, store, [home, user, away], PackError, says, composer=composer)
+    refused(engine, store, [home, user, away], PackError, says, composer="splice")
     # At home a pack is exact and moves nowhere, so one that does move is in nobody's way.
     question = f"{home}\n\n{away}\n\nWhich?"
-    assert engine.prefill(question, view=store.view("isles"), composer=composer).usage.approximate_tokens > 0
+    assert engine.prefill(question, view=store.view("isles"), composer="splice").usage.approximate_tokens > 0
 
 
-@pytest.mark.parametrize("composer", APPROXIMATE)
-def test_more_than_the_model_has_positions_for(store, composer):
+def test_more_than_the_model_has_positions_for(store):
     engine = tiny_engine()
     text = "The harbour of the island has many boats, and each of them is of another colour. " * 12
     handles = [put(store, engine, f"Note {number}. {text}", lazy=True) for number in range(3)]
     with pytest.raises(ContextOverflowError, match="has 2048 positions"):
-        engine.generate("\n\n".join((*handles, "?")), view=store.view("isles"), composer=composer)
+        engine.generate("\n\n".join((*handles, "?")), view=store.view("isles"), composer="splice")
 
 
 def test_keys_that_cannot_be_moved(store):
@@ -81,13 +77,9 @@ def test_keys_that_cannot_be_moved(store):
     refused(engine, store, handles, UnsupportedRequestError, "it has no rotary embedding", composer="splice")
 
 
-@pytest.mark.parametrize("r", [-0.1, 1.1, float("nan"), "half", None])
-def test_a_share_that_is_none(r):
-    with pytest.raises(OptionError, match="expected a share of the tokens to compute anew, from 0 to 1"):
-        BlendComposer(r)
-
-
-@pytest.mark.parametrize("name", ["glue", "splice:r=0.5", "blend:share=0.5", "blend:r=-1", "blend:rule=last", ""])
+@pytest.mark.parametrize(
+    "name", ["glue", "blend:r=0.15", "splice:r=0.5", "naive:key=splice", "select:share=1", "select:packs=0", ""]
+)
 def test_a_name_that_is_none(store, name):
     engine = tiny_engine()
     handles = [put(store, engine, text) for text in TEXTS]

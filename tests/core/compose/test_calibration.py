@@ -85,7 +85,7 @@ def test_auto_is_exact_where_nothing_says_otherwise(isles):
     assert taken(GOOD, replace(GOOD, kind="two facts", lost=30)).startswith("exact")  # It must do for every kind.
     assert taken(GOOD, replace(GOOD, kind="two facts")).startswith("splice")
     assert taken(replace(GOOD, packs=9, lost=30), GOOD).startswith("splice")  # The nearest size that covers it counts.
-    assert taken(GOOD, replace(GOOD, composer="blend:r=0.5", ratio=0.1)).startswith("blend:r=0.5")
+    assert taken(GOOD, replace(GOOD, composer="naive", ratio=0.1)).startswith("naive")
     assert taken(GOOD, prompt=asked.split("\n\n")[0]) == "exact, because no packs stand side by side"
 
 
@@ -118,21 +118,21 @@ def test_a_calibration_is_kept_beside_the_packs(isles, caplog):
 def test_measuring_composers(isles, caplog):
     engine, view, asked = isles
     calibration = calibrate_composers(
-        engine, QUESTIONS, ["splice", "blend:r=1"], view=view, max_tokens=6, progress=False
+        engine, QUESTIONS, ["splice", "select:packs=3"], view=view, max_tokens=6, progress=False
     )
-    splice, blend = calibration.rows
-    assert (splice.composer, blend.composer) == ("splice", "blend:r=1,rule=first")
+    splice, everything = calibration.rows
+    assert (splice.composer, everything.composer) == ("splice", "select:packs=3")
     assert {(row.questions, row.text_right, row.packs) for row in calibration.rows} == {(20, 20, 3)}
-    assert (blend.lost, blend.kept) == (0, 1.0)  # Everything was computed anew.
+    assert (everything.lost, everything.kept) == (0, 1.0)  # All three packs are read, in the order given.
     assert splice.right == 20 - splice.lost
     assert splice.tokens == max(len(engine.build_pack(text).token_ids) for text in TEXTS)
     assert Calibrations(engine.fingerprint.identity, ()).of(view) == calibration
-    assert "blend:r=1" in calibration.table()
+    assert "select:packs=3" in calibration.table()
     caplog.set_level(logging.WARNING)
     engine.calibrations.warned.clear()
     engine.prefill(asked, view=view, composer="splice")
     assert ("of 20 questions over 3 packs" in caplog.text) == (splice.kept < 0.95)
-    engine.prefill(asked, view=view, composer="blend:r=0.5")
+    engine.prefill(asked, view=view, composer="naive")
     assert "nothing says how good they are" in caplog.text
 
 

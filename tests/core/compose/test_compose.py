@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kp_core import (
-    BlendComposer,
+    AutoComposer,
     ExactComposer,
     KVTensors,
     ModelFingerprint,
@@ -18,6 +18,7 @@ from kp_core import (
 from kp_core.compose import Composer, Wrapper, composer_of, join
 from kp_core.errors import KVShapeError, OptionError
 from kp_core.testing import ARCHITECTURES, check_composer
+from tests.composers import Firsts
 from tests.conftest import tiny_engine
 from tests.matrix import models
 
@@ -71,10 +72,8 @@ COMPOSERS = [
     Forwarded(),
     SpliceComposer(),
     Anywhere(Wrapper(SOFT[:2], SOFT[2:], ModelFingerprint.unknown())),
-    BlendComposer(0.3, "first"),
-    BlendComposer(0.3, "deviation"),
-    BlendComposer(0.3, "attention"),
-    BlendComposer(1.0),
+    Firsts(0.3),
+    Firsts(1),
 ]
 TEXTS = ["The first island is green.", "The second island is blue."]
 
@@ -102,20 +101,18 @@ def test_composers(composer, architecture, dtype, isles):
     found = engine.prefill(both, **request, composer=composer)
     assert found.usage.reused_tokens >= len(found.prompt.spans[0])
     assert composer.exact or not torch.equal(found.logits, engine.prefill(both, **request, reuse=False).logits)
-    assert (engine.prefill(both, **request, composer=composer).usage.computed_tokens == 0) == (
-        "rule=attention" not in composer.key
-    )
+    assert engine.prefill(both, **request, composer=composer).usage.computed_tokens == 0
 
 
 def test_what_is_exported_has_a_name():
-    names = {"blend", "exact", "naive", "packet", "select", "splice"}
+    names = {"auto", "exact", "naive", "packet", "select", "splice"}
     assert {composer_of(name).key.partition(":")[0] for name in names} == names
     kinds = {type(composer_of(name)) for name in names}
     exported = {getattr(compose, name) for name in compose.__all__ if name.endswith("Composer")}
     assert exported - {Composer} == kinds
-    assert all(any(isinstance(composer, kind) for composer in COMPOSERS) for kind in kinds - {SelectComposer}), (
-        "every one that makes KV has a row"
-    )
+    assert all(
+        any(isinstance(composer, kind) for composer in COMPOSERS) for kind in kinds - {AutoComposer, SelectComposer}
+    ), "every one that makes KV has a row"
 
 
 def test_two_settings_of_one_composer_share_nothing_but_what_is_exact(isles):
@@ -146,7 +143,7 @@ def test_a_composer_that_makes_too_little_is_named(isles):
 def test_what_is_no_composer_is_refused_at_the_call(isles):
     engine, request, _, both = isles()
     with pytest.raises(
-        OptionError, match="Got composer='exakt'; expected one of blend, exact, naive, packet, select, splice"
+        OptionError, match="Got composer='exakt'; expected one of auto, exact, naive, packet, select, splice"
     ):
         engine.stream(both, **request, composer="exakt")
     with pytest.raises(OptionError, match="Got composer=7; expected a composer"):
