@@ -160,6 +160,8 @@ class CausalModel:
             lacks["bitwise"] = why
         if "compose" in lacks:
             lacks["attention"] = lacks["compose"]
+        elif not self.attends:
+            lacks["attention"] = "its attention is its own, and does not report its weights"
         return lacks
 
     def pool(self, tree: PrefixTree, cache_bytes: int) -> BufferPool:
@@ -296,8 +298,7 @@ class CausalModel:
         those after the last of `ids`, `(1, vocabulary)`. Without `logits` and `weights`, the pass stops at the keys of
         the last layer.
 
-        Raises `UnsupportedRequestError` if tokens of this model cannot be moved, or if its attention does not report
-        weights.
+        Raises `UnsupportedRequestError` if tokens of this model cannot be moved.
         """
         self._refuse_moving()
         device, dtype = self.network.device, buffer.shape.dtype
@@ -313,8 +314,8 @@ class CausalModel:
                 layer.keys[:, :, hidden] = 0
                 layer.values[:, :, hidden] = 0
         key_positions[targets] = query_positions
-        mask, options, seen = None, dict[str, Any](), list[None]()
-        if weights is None and torch.equal(key_positions, torch.arange(stop, device=device)):
+        mask, options = None, dict[str, Any]()
+        if self.attends and weights is None and torch.equal(key_positions, torch.arange(stop, device=device)):
             options = self._attention(list(places), buffer)
         # Tokens in order behind all others need no mask, which is faster, and more so for longer passes.
         elif (
@@ -325,7 +326,7 @@ class CausalModel:
             mask = torch.zeros(1, 1, len(ids), stop, dtype=dtype, device=device)
             mask.masked_fill_(key_positions[None] > query_positions[:, None], torch.finfo(dtype).min)
             if weights is not None:
-                options = {"kp_weights": lambda share: seen.append(weights(share))}
+                options = {"kp_weights": weights}
         in_tiles = "kp_attend" in options
         if layers is None:
             layers = len(buffer.layers) if logits or weights is not None else len(buffer.layers) - 1
@@ -341,8 +342,6 @@ class CausalModel:
                 **(self._keep_last if logits else {}),
             )
             last_logits = output.logits[:, -1].clone() if logits else None
-        if weights is not None and not seen:
-            raise UnsupportedRequestError("This model's attention does not report its weights; use composer='exact'.")
         return last_logits
 
     @torch.inference_mode()

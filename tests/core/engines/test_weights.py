@@ -15,9 +15,11 @@ from kp_core.bundled import installed_file
 from kp_core.engines.hf.identity import _split, digest_tensors, identity_of
 from kp_core.engines.hf.loading import LOADING
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
-from kp_core.errors import KVShapeError, MissingDependencyError, ModelError, OptionError
+from kp_core.errors import KVShapeError, MissingDependencyError, ModelError, OptionError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.testing import tiny_model, tiny_tokenizer
+from tests.composers import Firsts
+from tests.conftest import alike
 from tests.core.engines.test_loading import edit, offline, save, unloaded
 
 __all__ = ["offline", "unloaded"]
@@ -83,6 +85,18 @@ def test_an_attention_that_was_asked_for_is_kept_and_told_apart(tmp_path):
     same_from_pack_as_from_text(eager, tmp_path)
     with pytest.raises(ModelError, match="no_such_attention"):
         engine_of(tmp_path, attn_implementation="no_such_attention")
+
+
+def test_a_model_with_its_own_attention_composes_and_does_not_select(tmp_path):
+    save(tmp_path)
+    engine, store = engine_of(tmp_path, dtype="float32", attn_implementation="eager"), PackStore(tmp_path / "packs")
+    handles = [store.put(engine.build_pack(f"{TEXT} {number}.")) for number in range(3)]
+    asked = {"messages": "\n\n".join((*map(str, handles), QUESTION)), "view": store.view("default")}
+    oracle = engine.prefill(**asked, reuse=False).logits
+    assert alike(engine, engine.prefill(**asked, composer=Firsts(1)).logits, oracle)
+    assert not alike(engine, engine.prefill(**asked, composer="splice").logits, oracle)
+    with pytest.raises(UnsupportedRequestError, match="its attention is its own, and does not report its weights"):
+        engine.generate(**asked, composer="select")
 
 
 @pytest.mark.parametrize("places", ["cpu", {"": "cpu"}, "auto"])
