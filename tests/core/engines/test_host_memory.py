@@ -10,6 +10,7 @@ from kp_core import PackStore, load_engine
 from kp_core.engines.local.buffer import TILE, KVBuffer
 from kp_core.engines.local.copies import CopyStream
 from kp_core.testing import ARCHITECTURES, tiny_model, tiny_tokenizer
+from tests.composers import Firsts
 from tests.parity.families import model_of
 
 TEXT = "Pier 7 has 12 boats, and pier 8 has 3. " * 3
@@ -38,7 +39,7 @@ def ways_of(engine):
     packs = packs_of(engine)
     ways = {"pack": {"packs": packs[:1]}, "packs": {"packs": packs}, "text": {"packs": (), "messages": TEXT}}
     if "compose" in engine.engine.supports:
-        ways |= {name: {"packs": packs, "composer": name} for name in ("splice", "naive")}
+        ways |= {"splice": {"packs": packs, "composer": "splice"}, "firsts": {"packs": packs, "composer": Firsts()}}
     if "steer" in engine.engine.supports:
         steering = engine.make_steering([("I am glad.", "I am sad.")], progress=False)
         ways["steered"] = {"packs": packs[:1], "steering": (steering, 2.0), "scope": "pack"}

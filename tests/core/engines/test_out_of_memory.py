@@ -9,6 +9,7 @@ from kp_core import KVTensors, PackStore, load_engine
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.errors import CacheBudgetError
 from kp_core.testing import tiny_model, tiny_tokenizer
+from tests.composers import Firsts
 from tests.parity.families import model_of
 
 TEXT = "Pier 7 has 12 boats, and pier 8 has 3. " * 3
@@ -53,15 +54,15 @@ WAYS = {
     "packs": lambda engine: [pack.kv.values[-1].sum().item() for pack in engine.build_packs(PACKS, progress=False)],
     "steering": lambda engine: engine.make_steering([("I am glad.", "I am sad.")], progress=False).id,
     **{
-        name: lambda engine, name=name: (
+        name: lambda engine, composer=composer: (
             engine.generate(
                 ASKED,
                 packs=[engine.build_pack(text, compiled_for="system") for text in PACKS],
-                composer=name,
+                composer=composer,
                 max_tokens=2,
             ).token_ids
         )
-        for name in ("splice", "select:packs=2")
+        for name, composer in {"splice": "splice", "firsts": Firsts(), "select": "select:packs=2"}.items()
     },
 }
 """Everything that runs the model for a request."""
