@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import warnings
 from pathlib import Path
 
@@ -131,23 +130,16 @@ def test_of_a_shape_that_does_not_fit_the_next_smaller_is_taken(tmp_path, monkey
     assert re.fullmatch(r"Not run: huge: it needs [\d.]+ GB, and [\d.]+ GB are free; trying a smaller shape\n", said)
 
 
-def test_an_interruption_keeps_the_rows_and_shows_them(tmp_path, capsys):
+def test_an_interruption_keeps_the_rows_and_shows_them(tmp_path, capsys, monkeypatch):
     """Ctrl-C, as soon as the first row is there."""
-    out, is_over = tmp_path / "gpu.json", threading.Event()
+    out, write = tmp_path / "gpu.json", Report.add
 
-    def interrupt():
-        while not (out.exists() and json.loads(out.read_text()).get("rows")) and not is_over.wait(0.001):
-            pass
-        if not is_over.is_set():
-            signal.raise_signal(signal.SIGINT)
+    def add(self, part, row):
+        write(self, part, row)
+        signal.raise_signal(signal.SIGINT)
 
-    watching = threading.Thread(target=interrupt)
-    watching.start()
-    try:
-        status = main(["--device", "cpu", "--parts", "rows", "--minutes", "9", "--json", str(out)])
-    finally:
-        is_over.set()
-        watching.join()
+    monkeypatch.setattr(Report, "add", add)
+    status = main(["--device", "cpu", "--parts", "rows", "--minutes", "9", "--json", str(out)])
     assert status == 130
     rows = json.loads(out.read_text())["rows"]
     assert 0 < len(rows) < 10

@@ -10,7 +10,8 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from pydantic import ValidationError
 
-from kp_core.engines import hf, shared
+from kp_core.engines import shared
+from kp_core.engines.hf import loading
 from kp_core.errors import (
     ContextOverflowError,
     GenerationTimeoutError,
@@ -195,7 +196,7 @@ def test_weights_are_loaded_once_per_process_and_only_when_needed(monkeypatch, t
     loaded = []
     monkeypatch.setattr(shared, "_sessions", {})
     engine = tiny_engine()
-    monkeypatch.setattr(hf, "load_session", lambda model, **_: loaded.append(model) or engine)
+    monkeypatch.setattr(loading, "load_session", lambda model, **_: loaded.append(model) or engine)
     models = [ChatKnowledgePacks(model=str(tmp_path), max_tokens=1) for _ in range(4)]
     assert not loaded
     threads = [threading.Thread(target=model.invoke, args=(CHAT,)) for model in models]

@@ -12,7 +12,8 @@ from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.memory import Memory
 from pydantic import ValidationError
 
-from kp_core.engines import hf, shared
+from kp_core.engines import shared
+from kp_core.engines.hf import loading
 from kp_core.errors import (
     ContextOverflowError,
     GenerationTimeoutError,
@@ -190,7 +191,7 @@ def test_names_need_no_weights():
 def test_weights_are_loaded_once_per_process_and_only_when_needed(monkeypatch, tmp_path):
     loaded, engine = [], tiny_engine()
     monkeypatch.setattr(shared, "_sessions", {})
-    monkeypatch.setattr(hf, "load_session", lambda model, **_: loaded.append(model) or engine)
+    monkeypatch.setattr(loading, "load_session", lambda model, **_: loaded.append(model) or engine)
     models = [KnowledgePackLLM(model=str(tmp_path), max_tokens=1) for _ in range(4)]
     assert not loaded
     threads = [threading.Thread(target=model.complete, args=("Hi",)) for model in models]

@@ -282,7 +282,7 @@ def test_usage_is_split_and_counts_join_those_of_vllm(server):
         "kp_packs_compiled_total": "1",
         "kp_facts_added_total": "1",
         "kp_fact_searches_total": "1",
-        "kp_requests_refused_total": "1",
+        "kp_requests_refused_total": "2",
     }
     assert server.ask("GET", "/metrics", key=None).status_code == 401
 
