@@ -235,6 +235,7 @@ def test_chat_forgets_the_oldest_question_when_the_model_can_read_no_more(
     assert (code, "has 8192 positions" in err) == (1, True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="A terminal of its own needs a Unix.")
 def test_an_interrupt_ends_an_answer_and_not_the_chat(bank: Path) -> None:
     import pty
@@ -304,6 +305,7 @@ def test_verify_finds_packs_whose_tokens_are_not_those_of_their_text(
     assert kp("verify", "store", "--no-template")[0] == 0
 
 
+@pytest.mark.slow
 def test_doctor_says_what_is_supported_and_why_not(kp: Kp, tmp_path: Path) -> None:
     about = as_json(kp("doctor", "--json"))
     assert about["model"]["supported"]

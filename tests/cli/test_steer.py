@@ -96,6 +96,7 @@ def test_a_steering_of_keys_says_so(kp: Kp, tiny: None) -> None:
     assert [line.split()[3] for line in out.splitlines() if " keys " in line][-1] == "yes"
 
 
+@pytest.mark.slow
 def test_the_bundled_model_is_the_default(kp: Kp) -> None:
     about = as_json(kp("make", "pairs.json", "-o", "s", "--dtype", "float32", "--json"))
     assert about["layers"] == list(range(10, 20))

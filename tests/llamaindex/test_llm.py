@@ -226,6 +226,7 @@ def test_predict_uses_the_system_prompt(tiny):
     assert "".join(tiny.stream(template, thing="colour")) == tiny.chat(CHAT).message.content
 
 
+@pytest.mark.slow
 async def test_async_leaves_the_loop_free(smol):
     llm = KnowledgePackLLM(engine=smol, max_tokens=24)
     ticks = 0

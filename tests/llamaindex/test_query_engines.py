@@ -119,6 +119,7 @@ def test_a_chat_with_context(isles, chat_engine, usages):
     assert usages[0]["pack_tokens"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clean_settings")
 def test_sixty_nodes_in_one_call(usages, store, embedder):
     model = tiny_model("llama")

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from llama_index.core.agent.workflow import AgentStream, FunctionAgent
 from llama_index.core.memory import Memory
 
@@ -41,6 +42,7 @@ async def ask(folder, question):
     return before, block.handles, usages
 
 
+@pytest.mark.slow
 async def test_an_agent_goes_on_from_sqlite(tmp_path):
     before, handles, _ = await ask(tmp_path, "Who keeps the light of Veyl?")
     assert before == []

@@ -108,6 +108,7 @@ def test_what_cannot_be_compared_is_sent_whole(towns, tmp_path):
     assert [str(handle) for handle in answer.packs] == handles
 
 
+@pytest.mark.slow
 def test_damaged_heads_are_measured_again(towns):
     engine, options, handles = towns
     view = options["view"]

@@ -166,6 +166,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.slow
 def test_a_second_writer_is_told_and_a_reader_reads(tmp_path):
     command = [sys.executable, "-c", _HOLD, str(tmp_path / "facts")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
@@ -219,6 +220,7 @@ def test_what_is_not_ours_is_refused_and_untouched(tmp_path, foreign):
             ChromaFactStore(embedder=HashEmbedder(), **wrong)
 
 
+@pytest.mark.slow
 def test_a_database_that_cannot_be_read_says_so_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("kp_core.facts.client._LOCKED_SECONDS", 0.2)
     with ChromaFactStore(tmp_path, HashEmbedder()) as store:
@@ -244,6 +246,7 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch):
                 build(ChromaFactStore(tmp_path / words, HashEmbedder()), facts_of(50))
 
 
+@pytest.mark.slow
 def test_removed_text_leaves_the_disk(tmp_path):
     words = "The vault opens with xyzzy-plugh"
     with ChromaFactStore(tmp_path, HashEmbedder()) as store:
@@ -452,6 +455,7 @@ except FactError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_foreign_database_of_an_older_schema_is_not_upgraded(foreign):
     with sqlite3.connect(foreign / "chroma.sqlite3") as database:
         database.execute("DELETE FROM migrations WHERE rowid = (SELECT max(rowid) FROM migrations)")
@@ -573,6 +577,7 @@ def locked(folder, how):
         process.stdin.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["EXCLUSIVE", "IMMEDIATE"])
 def test_a_database_that_somebody_else_holds_is_said_to_be_locked(how, tmp_path, monkeypatch):
     monkeypatch.setattr("kp_core.facts.client._LOCKED_SECONDS", 0.2)

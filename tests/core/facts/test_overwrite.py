@@ -90,6 +90,7 @@ def test_nothing_is_stored_without_an_engine_to_compile_it(facts: FactStore, del
     assert len(facts) == 0
 
 
+@pytest.mark.slow
 def test_a_search_finds_where_background_work_finds_no_room(facts: FactStore, delivery: Delivery) -> None:
     facts.add(lines(3))
     engine, go = tiny_engine(), threading.Event()
