@@ -139,7 +139,12 @@ def test_an_interruption_keeps_the_rows_and_shows_them(tmp_path, capsys, monkeyp
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Report, "add", add)
-    status = main(["--device", "cpu", "--parts", "rows", "--minutes", "9", "--json", str(out)])
+    # A shell has what it starts in the background ignore interrupts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        status = main(["--device", "cpu", "--parts", "rows", "--minutes", "9", "--json", str(out)])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert status == 130
     rows = json.loads(out.read_text())["rows"]
     assert 0 < len(rows) < 10
