@@ -240,7 +240,7 @@ def test_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "with BM25" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_scale(tmp_path: Path) -> None:
     data("hotpotqa_gold.jsonl")
     arguments = ("--data", data("wiki_passages.jsonl"), "--limit", "5", "--facts", "60", "200")
@@ -325,7 +325,7 @@ def test_editing(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("editing-*.svg"))) == 2  # For light and for dark pages.
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_side_by_side(tmp_path: Path) -> None:
     arguments = ("--other", str(Path(__file__).parents[2]), "--pairs", "2", "--packs", "64", "--behind", "64")
     figures = run(side_by_side, tmp_path, *arguments, "--answer", "4", "--tokens", "96")
@@ -492,7 +492,7 @@ def test_concurrency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["long"]["itl_p99"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_packets(tmp_path: Path) -> None:
     arguments = ("--data", data("wiki_passages.jsonl"), "--limit", "1", "--documents", "2", "400")
     figures = run(packets, tmp_path, *arguments, "--plots", str(tmp_path / "plots"))

@@ -32,7 +32,7 @@ from tests.conftest import until
 
 logger = logging.getLogger(__name__)
 
-SECONDS = float(os.environ.get("KP_SOAK_SECONDS") or 130)
+SECONDS = float(os.environ.get("KP_SOAK_SECONDS") or 45)
 WORKERS = 50
 BUDGET = 24 * 256 * 512
 """Bytes of KV: of about twenty requests at once, so that others wait."""
