@@ -31,6 +31,7 @@ from kp_cli.signs import waiting
 from kp_core import Generation, Message, PackStore
 from kp_core.compose import composer_of
 from kp_core.delivery import KV, Delivery, Found, Unit
+from kp_core.engines.calibration import INSTRUCTION
 from kp_core.engines.request import Mismatch, Order
 from kp_core.errors import ContextOverflowError
 from kp_core.steering import load_steering
@@ -38,7 +39,6 @@ from kp_core.steering import load_steering
 __all__ = ["ask", "chat"]
 
 _NOTHING = "none, as no fact passes the filter"
-_INSTRUCTION = "Answer the question with a few words, using the facts."
 
 _MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 
@@ -194,7 +194,7 @@ class _Asker:
     ) -> dict[str, Any]:
         """Arguments of `Session.stream`: a question with its facts, as packs or as text, behind earlier messages."""
         parts = [result.unit.text if as_text else result.content for result in found]
-        content = "\n".join(parts) + f"\n\n{_INSTRUCTION}\nQuestion: {question}"
+        content = "\n".join(parts) + f"\n\n{INSTRUCTION}\nQuestion: {question}"
         messages: list[Message] = [*(before or ()), {"role": "user", "content": content}]
         view = self._store.view(*self._namespaces)
         return {"messages": messages, "view": view, "reuse": not as_text, "recognise": not as_text, **self._asked}

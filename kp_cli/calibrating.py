@@ -43,6 +43,8 @@ def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
     the collection finds are taken; without `answer`, the model's own answer from the text is right. Questions of one
     `kind` are judged by themselves: a composer must do for all.
     """
+    if out is not None:
+        existing(out.parent)  # Before minutes are spent.
     with read.reading(place) as facts:
         asked = _questions(existing(questions), facts, k)
         store, session = PackStore(read.folder(place, facts)), model.load()
@@ -53,7 +55,7 @@ def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
         out.write_text(calibration.to_json(), encoding="utf-8")
     chosen = {
         packs: session.calibrations.chosen(calibration, packs, tokens).sentence
-        for packs, tokens in sorted({(row.packs, row.tokens) for row in calibration.rows})
+        for packs, tokens in calibration.sizes.items()
     }
     lines = [calibration.table(), *(f"auto, up to {packs} packs: {sentence}." for packs, sentence in chosen.items())]
     tell({**calibration.to_dict(), "auto": chosen}, "\n".join(lines), as_json=as_json)

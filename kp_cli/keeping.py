@@ -143,10 +143,11 @@ def _answer(connection: socket.socket) -> bool:
             return True
         try:
             request = json.loads(line)
-        except ValueError:  # Not a client of ours.
+            if "down" in request:
+                return False
+            request = {name: request[name] for name in ("arguments", "folder", "whose")}
+        except (ValueError, TypeError, KeyError):  # Not a client of ours.
             return True
-        if "down" in request:
-            return False
         if different := [name for name, value in whose().items() if request["whose"].get(name) != value]:
             out.send({"refused": f"it has another {', '.join(different)}; `kp down` ends it"})
             return True

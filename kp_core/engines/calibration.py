@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from kp_core.compose import AutoComposer, Composer, ExactComposer, PacketComposer, SelectComposer, composer_of
 from kp_core.engines.comparing import blob_key
 from kp_core.engines.ordering import arranged
-from kp_core.errors import OptionError
+from kp_core.errors import KnowledgePackError, OptionError
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackView
 from kp_core.plan import Plan
@@ -46,10 +46,11 @@ COMPOSERS = ("select:packs=1", "select", "splice")
 """What is measured by default."""
 FEWEST = 20
 """Questions without which nothing is said of a composer."""
+INSTRUCTION = "Answer the question with a few words, using the facts."
+"""Stands before a question that is measured, and before those of `kp ask`."""
 SHIPPED = Path(__file__).parents[1] / "calibrations"
 """Calibrations that come with the package, a JSON file for each model."""
 
-_INSTRUCTION = "Answer the question with a few words, using the facts."
 _WORDS = re.compile(r"\w+")
 _ARTICLES = {"a", "an", "the"}
 
@@ -117,8 +118,8 @@ class Choice:
 
     @property
     def sentence(self) -> str:
-        """What was taken and why; empty where nothing was to be chosen."""
-        return f"{self.composer.key}, because {self.reason}" if self.reason else ""
+        """What was taken, and why."""
+        return f"{self.composer.key}, because {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,14 @@ class Calibration:
     model: str
     """Identity of the model."""
     rows: tuple[CalibrationRow, ...]
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """The numbers of packs that were measured, each with the most tokens of a pack in questions of every kind."""
+        longest: dict[int, dict[str, int]] = defaultdict(dict)
+        for row in self.rows:
+            longest[row.packs][row.kind] = max(row.tokens, longest[row.packs].get(row.kind, 0))
+        return {packs: min(longest[packs].values()) for packs in sorted(longest)}
 
     def rows_of(self, composer: str, packs: int, tokens: int) -> list[CalibrationRow]:
         """For each kind of question, the nearest row of `composer` that covers such packs; empty if a kind has none."""
@@ -210,20 +219,18 @@ class Calibrations:
         with self._lock:
             self._known[str(blobs)] = calibration
 
-    def choice(self, turns: Sequence[Turn], composer: Composer, view: PackView | None) -> Choice:
-        """What a request with `composer` takes: `composer` itself, or what `auto` stands for.
+    def choice(self, turns: Sequence[Turn], auto: AutoComposer, view: PackView | None) -> Choice:
+        """What `auto` takes for a conversation.
 
         The largest group of packs side by side in a message decides, and the longest pack.
         """
-        if not isinstance(composer, AutoComposer):
-            return Choice(composer, "")
         groups = [[len(pack.pack.token_ids) for pack in group.packs] for group in arranged(turns, {})[1]]
         packs = max(map(len, groups), default=0)
         if packs < 2:
             return Choice(ExactComposer(), "no packs stand side by side")
         if (calibration := self.of(view)) is None:
             return Choice(ExactComposer(), "nothing was measured with this model: see `kp calibrate`")
-        return self.chosen(calibration, packs, max(map(max, groups)), composer)
+        return self.chosen(calibration, packs, max(map(max, groups)), auto)
 
     def chosen(self, calibration: Calibration, packs: int, tokens: int, auto: AutoComposer | None = None) -> Choice:
         """The fastest composer that this engine runs and that keeps enough of the text's right answers of every kind.
@@ -282,7 +289,7 @@ class Calibrations:
         """The calibration in `stored` if it is one of this model; says so where it cannot be read."""
         try:
             calibration = Calibration.of_json(stored.decode())
-        except (ValueError, TypeError, OptionError) as error:
+        except (ValueError, TypeError, KnowledgePackError) as error:
             logger.warning("The calibration %s cannot be read (%s); `kp calibrate` makes a new one.", name, error)
             return None
         return calibration if calibration.model == self._model else None
@@ -303,13 +310,16 @@ def calibrate_composers(  # noqa: PLR0913
     Each question is answered from the text and by each composer, greedily, with nothing in memory. Questions are taken
     in a mixed order until `minutes` are over. With `view=store.view(...)`, the result is stored beside the packs, and
     `composer="auto"` chooses by it from then on. The engine's memory is emptied; packs of the questions are not stored.
-    Raises `OptionError` for fewer than 20 questions with at least two passages, or fewer answered in the time.
+    Raises `OptionError` for fewer than 20 questions with at least two passages, or fewer answered in the time, and for
+    composers that are not known or exact.
     """
     wanted = [question for question in questions if len(question.passages) > 1]
     if len(wanted) < FEWEST:
         raise OptionError(f"Got {len(wanted)} questions with at least two passages; expected {FEWEST} or more.")
     random.Random(0).shuffle(wanted)  # noqa: S311 - so that a time limit cuts no kind off
-    resolved = {_named(name): composer_of(name) for name in composers if name != "exact"}
+    resolved = {_named(name): composer_of(name) for name in composers}
+    if not resolved or any(composer.exact for composer in resolved.values()):
+        raise OptionError(f"Got the composers {list(composers)}; expected some that are measured, not exact or auto.")
     records: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     done = 0
     with tempfile.TemporaryDirectory() as folder, bar_of("Questions", len(wanted), "question", shown=progress) as bar:
@@ -357,7 +367,7 @@ def _measured(
 
     def ask(parts: Sequence[str], **options: Any) -> tuple[str, float]:  # noqa: ANN401
         session.clear_cache()
-        prompt = "\n\n".join((*parts, f"{_INSTRUCTION}\nQuestion: {question.question}"))
+        prompt = "\n\n".join((*parts, f"{INSTRUCTION}\nQuestion: {question.question}"))
         answer = session.generate(prompt, max_tokens=max_tokens, **options)
         return answer.text, answer.usage.ttft_s
 

@@ -52,6 +52,8 @@ def test_bad_questions_are_named(kp: Kp, bank: Path, tmp_path: Path) -> None:
     code, _, error = kp("calibrate", str(bank), str(questions), "--composers", "glue", *TINY)
     assert code == 1
     assert "glue" in error or "Got 1 questions" in error
+    code, _, error = kp("calibrate", str(bank), str(questions), "--out", "nowhere/out.json", *TINY)
+    assert (code, "nowhere" in error) == (1, True), error
     (tmp_path / "broken.jsonl").write_text("{")
     code, _, error = kp("calibrate", str(bank), "broken.jsonl", *TINY)
     assert (code, "is not JSON" in error) == (1, True), error

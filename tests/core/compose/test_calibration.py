@@ -106,6 +106,7 @@ def test_a_calibration_is_kept_beside_the_packs(isles, caplog):
         stored.replace('"questions": 100', '"questions": 0'),
         stored.replace('"ratio": 0.2', '"ratio": "fast"'),
         stored.replace("splice", "glue"),
+        stored.replace("splice", "packet:wrapper=gone"),
     ):
         blobs.write(key, [damaged.encode()])
         caplog.clear()
@@ -142,6 +143,9 @@ def test_too_little_to_measure_by(isles):
         calibrate_composers(engine, [*QUESTIONS[1:], CalibrationQuestion("Which?", ("One.",))], view=view)
     with pytest.raises(OptionError, match="questions were answered in 0 minutes"):
         calibrate_composers(engine, QUESTIONS, ["splice"], view=view, minutes=0, progress=False)
+    for composers in ([], ["exact"], ["splice", "auto"], ["glue"]):
+        with pytest.raises(OptionError, match="Got"):
+            calibrate_composers(engine, QUESTIONS, composers, view=view, progress=False)
     assert engine.calibrations.of(view) is None
     for wrong in ("auto:kept=-1", "auto:kept=0.5,low=0.9", "auto:kept=nan", "auto:most=1"):
         with pytest.raises(OptionError):
@@ -160,6 +164,12 @@ def test_the_interval():
     assert GOOD.right == 61
     assert GOOD.kept == pytest.approx(61 / 60)
     assert GOOD.low == pytest.approx(1 + (1 / 102 - 1.96 * (6 - 1 / 102) ** 0.5 / 102) * 100 / 60)
+
+
+def test_sizes_that_every_kind_speaks_for():
+    rows = (GOOD, replace(GOOD, packs=2), replace(GOOD, kind="two facts", tokens=90), replace(GOOD, kind="two facts"))
+    assert Calibration("m", rows).sizes == {2: 400, 5: 400}
+    assert Calibration("m", (*rows[:1], replace(GOOD, kind="two facts", tokens=90))).sizes == {5: 90}
 
 
 def test_words():
