@@ -250,4 +250,5 @@ def _usage(generation: Generation, found_s: float) -> str:
         f"sent {usage.prompt_tokens} tokens, packs delivered {usage.pack_tokens}{note}; {usage.reused_tokens} reused, "
         f"{usage.computed_tokens} computed; {usage.completion_tokens} generated\n"
         f"first token {found_s + usage.ttft_s:.2f} s after the question, {found_s:.2f} s of them for facts and packs"
+        + (f"\ncomposer: {usage.choice}" if usage.choice else "")
     )

@@ -34,6 +34,7 @@ def test_auto_chooses_by_what_was_measured(kp: Kp, bank: Path, tmp_path: Path) -
     code, out, _ = kp(*command)
     assert code == 0
     assert "auto, up to 3 packs: exact, because" in out
+    assert "composer: exact, because no other keeps" in kp("ask", str(bank), "Which?", "--composer", "auto", *TINY)[1]
     answer = as_json(kp("ask", str(bank), "Which?", "--composer", "auto", "--json", *TINY))
     assert answer["answers"]["packs"]["usage"]["choice"].startswith("exact, because no other keeps")
 

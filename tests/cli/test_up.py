@@ -99,6 +99,18 @@ def test_commands_run_there(kp: Kp, bank: Path, beside: Callable[..., int], tmp_
     assert (run_folder().stat().st_mode & 0o777, list(run_folder().iterdir())) == (0o700, [])
 
 
+def test_what_is_no_request_of_ours_changes_nothing(beside: Callable[..., int]) -> None:
+    def asking(_: Callable[..., tuple[int, str, str]]) -> None:
+        for line in (b"GET / HTTP/1.1", b"5", b"{}", b'{"arguments": ["ask"]}', b"[]", b""):
+            with connected() as connection:
+                assert connection is not None
+                connection.sendall(line + b"\n")
+                assert connection.recv(1) == b""
+        assert is_up()
+
+    assert beside(asking) == 0
+
+
 def test_it_ends_by_itself_and_others_cannot_take_its_place(kp: Kp, beside: Callable[..., int]) -> None:
     assert beside(lambda _: None, "0.2s") == 0
     assert "There is no resident engine." in kp("down")[1]
