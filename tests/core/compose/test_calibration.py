@@ -133,8 +133,9 @@ def test_measuring_composers(isles, caplog):
     engine.calibrations.warned.clear()
     engine.prefill(asked, view=view, composer="splice")
     assert ("of 20 questions over 3 packs" in caplog.text) == (splice.kept < 0.95)
-    engine.prefill(asked, view=view, composer="naive")
-    assert "nothing says how good they are" in caplog.text
+    for _ in range(2):
+        engine.prefill(asked, view=view, composer="naive")
+    assert caplog.text.count("nothing says how good they are") == 1
 
 
 def test_too_little_to_measure_by(isles):
