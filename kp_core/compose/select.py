@@ -16,10 +16,14 @@ class SelectComposer(ExactComposer):
 
     Some attention heads of a model look up what a question names (*retrieval heads*, arXiv 2404.15574). One pass of the
     question over the stored KV of all packs shows how much these heads attend to each. Of packs that stand side by
-    side, the one with most attention is sent; each further one, up to `packs`, is looked for by the question together
-    with the sentence that was found last, which may name what the question does not. The first one stands last, beside
-    the question. The answer is that of the text of these packs, token for token; nothing of the others is in it, so
-    questions about all packs (how many, summarise) need `exact`.
+    side, the one with most attention is sent, and at most `packs` in all:
+
+    - The sentence that was found may have words that the question does not have. If the heads find these in another
+      pack, it is sent behind the first, and so on: such a chain ends beside the question.
+    - Packs with at least half as much attention as the first are sent before it, as the question may name them, too.
+
+    The answer is that of the text of these packs, token for token; nothing of the others is in it, so questions about
+    all packs (how many, summarise) need `exact`.
 
     Raises `OptionError` for `packs` below 1.
     """
@@ -30,7 +34,7 @@ class SelectComposer(ExactComposer):
 
     def __post_init__(self) -> None:
         if not (isinstance(self.packs, int | float) and self.packs >= 1 and float(self.packs).is_integer()):
-            raise OptionError(f"Got packs={self.packs!r}; expected a number of packs, from 1 on.")
+            raise OptionError(f"Got packs={self.packs!r}; expected the most packs to read, from 1 on.")
         object.__setattr__(self, "packs", int(self.packs))
 
     @property

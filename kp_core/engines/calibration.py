@@ -85,7 +85,7 @@ class CalibrationRow:
     won: int
     """Questions that only the composer answers right."""
     ratio: float
-    """Median of the time to first token, divided by the text's, with nothing of the prompt in memory."""
+    """Median of the time to first token, divided by the text's, with nothing of packs and question in memory."""
 
     @property
     def right(self) -> int:
@@ -307,11 +307,11 @@ def calibrate_composers(  # noqa: PLR0913
 ) -> Calibration:
     """Measure `composers` by the right answers to your questions, against the plain text of the same passages.
 
-    Each question is answered from the text and by each composer, greedily, with nothing in memory. Questions are taken
-    in a mixed order until `minutes` are over. With `view=store.view(...)`, the result is stored beside the packs, and
-    `composer="auto"` chooses by it from then on. The engine's memory is emptied; packs of the questions are not stored.
-    Raises `OptionError` for fewer than 20 questions with at least two passages, or fewer answered in the time, and for
-    composers that are not known or exact.
+    Each question is answered from the text and by each composer, greedily, with nothing in memory but the beginning of
+    the chat template. Questions are taken in a mixed order until `minutes` are over. With `view=store.view(...)`, the
+    result is stored beside the packs, and `composer="auto"` chooses by it from then on. The engine's memory is emptied;
+    packs of the questions are not stored. Raises `OptionError` for fewer than 20 questions with at least two passages,
+    or fewer answered in the time, and for composers that are not known or exact.
     """
     wanted = [question for question in questions if len(question.passages) > 1]
     if len(wanted) < FEWEST:
@@ -367,6 +367,7 @@ def _measured(
 
     def ask(parts: Sequence[str], **options: Any) -> tuple[str, float]:  # noqa: ANN401
         session.clear_cache()
+        session.prefill("Hello.")  # As in a process that answered before: the template's beginning is in memory.
         prompt = "\n\n".join((*parts, f"{INSTRUCTION}\nQuestion: {question.question}"))
         answer = session.generate(prompt, max_tokens=max_tokens, **options)
         return answer.text, answer.usage.ttft_s

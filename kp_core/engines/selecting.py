@@ -35,6 +35,11 @@ Attention: TypeAlias = Callable[[Plan, int | None], Tensor | None]
 _HEADS = 4
 _REMEMBERED = 512
 _QUERY_CHARACTERS = 600  # The end of a longer question says what is asked.
+_LED = 0.55
+"""Weight, averaged over the retrieval heads, from which on a pack counts as being about the words that were found."""
+_NAMED = 0.5
+"""Share of the best pack's weight from which on a question counts as naming another pack, too."""
+_WORDS = re.compile(r"\w+(?:['\u2019-]\w+)*")
 _ENDS = re.compile(r"(?<=[.!?])\s+|\n+")
 _PROBES = (
     ("The boats lie in the old dock. The {name} is painted {value}, and her sails are new.",
@@ -86,9 +91,9 @@ class Selector:
         orders, unread = dict[int, Handles](), 0
         for number, group in enumerate(arranged(turns, {})[1]):
             placed = arranged(turns, orders)[1][number]  # Its place depends on what was chosen before it.
-            if len(group.handles) > composer.packs:
+            if len(group.handles) > 1:
                 chosen = self._best(placed, query_of(turns, group.turn), composer, view)
-                if len(chosen) < len(group.handles):
+                if chosen != group.handles:
                     orders[number] = chosen
                     unread += len(group.handles) - len(chosen)
         return (arranged(turns, orders)[0], unread) if orders else (tuple(turns), 0)
@@ -104,33 +109,41 @@ class Selector:
         if found is None:
             logger.info("Packs %s cannot be compared; all of them are sent.", ", ".join(group.handles))
             return group.handles
-        chosen = tuple(packs[at].handle for at in reversed(found))
+        chosen = tuple(packs[at].handle for at in found)
         with self._lock:
             self._chosen[key] = chosen
             if len(self._chosen) > _REMEMBERED:
                 self._chosen.popitem(last=False)
         return chosen
 
-    def _looked_up(self, packs: Sequence[PackRef], query: str, wanted: int, view: PackView | None) -> list[int] | None:
-        """The places of `wanted` packs, the best one first; `None` if packs cannot be compared.
+    def _looked_up(self, packs: Sequence[PackRef], query: str, most: int, view: PackView | None) -> list[int] | None:
+        """The places of the packs to send, at most `most`, in this order; `None` if packs cannot be compared.
 
-        The sentence that was found last may name what the question does not, so it is looked up, too.
+        What was found may name what the question does not, and another pack may be about that. Such a chain ends beside
+        the question. Packs that the question names nearly as much as the best one stand before it.
         """
         seen = self._weights(packs, query, view)
         if seen is None:
             return None
         asked = [_most(weights) for weights in seen]
-        rest, found = list(range(len(packs))), [max(range(len(packs)), key=asked.__getitem__)]
-        while len(found) < wanted:
-            rest.remove(found[-1])
-            sentence = self._sentence(packs[found[-1]].pack, seen[found[-1]])
-            looks = self._weights([packs[at] for at in rest], sentence, view)
+        chain, rest, known = [max(range(len(packs)), key=asked.__getitem__)], list(range(len(packs))), query
+        while len(chain) < min(most, len(packs)):
+            rest.remove(chain[-1])
+            sentence = self._sentence(packs[chain[-1]].pack, seen[chain[-1]])
+            if not (words := _new_words(sentence, known)):
+                break
+            looks = self._weights([packs[at] for at in rest], words, view)
             if looks is None:
                 return None
-            scores = {at: asked[at] + _most(look) for at, look in zip(rest, looks, strict=True)}
-            found.append(max(rest, key=scores.__getitem__))
-            seen[found[-1]] = seen[found[-1]] + looks[rest.index(found[-1])]
-        return found
+            led = dict(zip(rest, map(_most, looks), strict=True))
+            best = max(rest, key=lambda at: asked[at] + led[at])
+            if led[best] < _LED:
+                break
+            chain.append(best)
+            seen[best] = seen[best] + looks[rest.index(best)]
+            known = f"{known} {sentence}"
+        named = sorted(set(range(len(packs))) - set(chain), key=asked.__getitem__, reverse=True)[: most - len(chain)]
+        return [at for at in reversed(named) if asked[at] >= _NAMED * asked[chain[0]]] + chain
 
     def _sentence(self, pack: KnowledgePack, weights: Tensor) -> str:
         """The sentence of a pack with most of the attention; `weights` are those of its tokens, `(heads, tokens)`."""
@@ -244,5 +257,11 @@ def _words(turn: Turn) -> str:
 
 
 def _most(weights: Tensor) -> float:
-    """The largest weight of each head, `(heads, tokens)`, summed over heads."""
-    return float(weights.amax(dim=-1).sum())
+    """The largest weight of each head, `(heads, tokens)`, averaged over heads."""
+    return float(weights.amax(dim=-1).mean())
+
+
+def _new_words(sentence: str, known: str) -> str:
+    """The words of `sentence` that `known` does not have, in their order."""
+    old = {word.lower() for word in _WORDS.findall(known)}
+    return " ".join(word for word in _WORDS.findall(sentence) if word.lower() not in old)

@@ -10,6 +10,7 @@ import torch
 from kp_core import AutoComposer, Calibration, CalibrationQuestion, PackStore, calibrate_composers
 from kp_core.compose import composer_of
 from kp_core.engines.calibration import CalibrationRow, Calibrations, contains
+from kp_core.engines.selecting import Selector
 from kp_core.errors import OptionError
 from tests.conftest import tiny_engine
 
@@ -116,15 +117,17 @@ def test_a_calibration_is_kept_beside_the_packs(isles, caplog):
     assert engine.prefill(asked, view=view, composer="auto").usage.choice.startswith("exact")
 
 
-def test_measuring_composers(isles, caplog):
+def test_measuring_composers(isles, caplog, monkeypatch):
     engine, view, asked = isles
+    # A composer that reads all packs in their order, so that it answers as their text.
+    monkeypatch.setattr(Selector, "_looked_up", lambda _, packs, *__: list(range(len(packs))))
     calibration = calibrate_composers(
         engine, QUESTIONS, ["splice", "select:packs=3"], view=view, max_tokens=6, progress=False
     )
     splice, everything = calibration.rows
     assert (splice.composer, everything.composer) == ("splice", "select:packs=3")
     assert {(row.questions, row.text_right, row.packs) for row in calibration.rows} == {(20, 20, 3)}
-    assert (everything.lost, everything.kept) == (0, 1.0)  # All three packs are read, in the order given.
+    assert (everything.lost, everything.kept) == (0, 1.0)
     assert splice.right == 20 - splice.lost
     assert splice.tokens == max(len(engine.build_pack(text).token_ids) for text in TEXTS)
     assert Calibrations(engine.fingerprint.identity, ()).of(view) == calibration

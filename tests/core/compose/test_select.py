@@ -7,7 +7,7 @@ import torch
 
 from kp_core import PackStore
 from kp_core.engines.comparing import blob_key
-from kp_core.engines.selecting import Selector, query_of
+from kp_core.engines.selecting import Selector, _new_words, query_of
 from kp_core.errors import ContextOverflowError, OptionError
 from kp_core.prompt.conversation import Turn, to_turns
 from tests.conftest import tiny_engine
@@ -45,11 +45,12 @@ def test_the_pack_that_is_asked_for_is_read_and_no_other(towns):
 
 def test_the_answer_is_that_of_the_text_of_what_was_read(towns):
     engine, options, handles = towns
-    answer = engine.generate(ask(handles, TOWNS[2]), composer="select", **options)
+    question = f"Who is the lighthouse keeper of {TOWNS[2]}, and who of {TOWNS[0]}?"
+    answer = engine.generate("\n\n".join([*handles, question]), composer="select", **options)
     texts = [TEXTS[handles.index(str(handle))] for handle in answer.packs]
-    assert texts[-1] == TEXTS[2]  # The best one stands beside the question.
+    assert len(texts) == 2
     engine.clear_cache()
-    plain = engine.generate(ask(texts, TOWNS[2]), max_tokens=12)
+    plain = engine.generate("\n\n".join([*texts, question]), max_tokens=12)
     assert answer.prompt.token_ids == plain.prompt.token_ids
     assert answer.token_ids == plain.token_ids
     assert torch.equal(answer.first_logits, plain.first_logits)
@@ -174,7 +175,29 @@ def test_a_second_pack_is_looked_for_by_what_the_first_one_says(smol_bf16, tmp_p
     handles = [str(store.put(pack)) for pack in smol_bf16.build_packs(homes[:2] + TEXTS, progress=False)]
     asked = "\n\n".join([*handles, "Who is the lighthouse keeper of the town where Ansel Farrow lives?"])
     answer = smol_bf16.generate(asked, composer="select", view=store.view("default"), max_tokens=12)
-    assert [str(handle) for handle in answer.packs] == [handles[3], handles[1]]
+    assert [str(handle) for handle in answer.packs] == [handles[1], handles[3]]  # The chain ends beside the question.
+
+
+def test_a_pack_that_the_question_names_too_is_read(towns):
+    engine, options, handles = towns
+    asked = "\n\n".join([*handles, f"Who are the lighthouse keepers of {TOWNS[1]} and {TOWNS[4]}?"])
+    answer = engine.generate(asked, composer="select", **options)
+    assert {str(handle) for handle in answer.packs} == {handles[1], handles[4]}
+    only = engine.generate(asked, composer=SELECT, **options)
+    assert str(only.packs[0]) == str(answer.packs[-1])  # The one that it looks at most stands beside it.
+
+
+def test_a_pack_that_nothing_speaks_for_is_not_read(towns):
+    engine, options, handles = towns
+    answer = engine.generate(ask(handles, TOWNS[3]), composer="select:packs=5", **options)
+    assert [str(handle) for handle in answer.packs] == [handles[3]]
+    two = engine.generate(ask(handles[2:4], TOWNS[3]), composer="select", **options)
+    assert [str(handle) for handle in two.packs] == [handles[3]]
+
+
+def test_words_that_are_known_are_not_looked_up():
+    assert _new_words("The mayor of Bristead is Ansel O'Hara.", "Who is the MAYOR of Bristead?") == "Ansel O'Hara"
+    assert not _new_words("It is 4 m high.", "Is it 4 m high?")
 
 
 def test_the_sentence_with_most_attention(towns):
@@ -197,5 +220,5 @@ def test_bad_parameters_are_refused(name):
 
 
 def test_the_error_says_which_parameter_is_wrong():
-    with pytest.raises(OptionError, match=r"Got packs=0\.0; expected a number of packs, from 1 on"):
+    with pytest.raises(OptionError, match=r"Got packs=0\.0; expected the most packs to read, from 1 on"):
         tiny_engine().generate("Hello.", composer="select:packs=0")
