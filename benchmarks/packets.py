@@ -34,7 +34,8 @@ from transformers import AutoConfig, PretrainedConfig
 
 from benchmarks import common, plots
 from kp_core import Generation, KnowledgePack, PacketComposer, PackStore, Session
-from kp_core.compose import Composer, Forward, composer_of
+from kp_core.compose import Composer, Region, composer_of
+from kp_core.compose.base import Move
 from kp_core.engines.hf.training import PacketTraining, Samples
 from kp_core.errors import ContextOverflowError
 from kp_core.kv import KVTensors
@@ -57,11 +58,8 @@ class _Rounded(PacketComposer):
     def key(self) -> str:
         return f"{super().key}{_INT8}"
 
-    def compile(self, pack: KnowledgePack, forward: Forward) -> KVTensors:
-        made = replace(pack, kv=super().compile(pack, forward)).compressed("int8").kv
-        if made is None:
-            raise AssertionError("rounding keeps KV")
-        return made
+    def fill(self, region: Region, packs: Sequence[KnowledgePack], room: KVTensors, move: Move) -> Sequence[int]:
+        return super().fill(region, [pack.compressed("int8") for pack in packs], room, move)
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def overwrite(
             spans.append(Span(start + at, start + at + count, PackRef("", part)))
     # The KV before and behind the field is moved; the field itself is computed between them.
     before, stop = Prompt(pack.prefix.token_ids, owner=pack.namespace), start + len(ids)
-    region = Region(start, stop, "composed", tuple(spans), SpliceComposer(), ids)
+    region = Region(start, stop, "composed", tuple(spans), SpliceComposer())
     prompt = replace(before, token_ids=(*before.token_ids, *ids), spans=tuple(spans))
     plan = Plan(prompt, (*plan_regions(before), region), wanted=(start, stop))
     kv = pack.kv if ids == pack.token_ids else _computed(engine, plan, "compose")

@@ -202,26 +202,22 @@ def plan_regions(
         if len(region):
             regions.append(region)
         end = region.stop
-    return _composed(regions, prompt)
+    return _composed(regions)
 
 
-def _composed(regions: Sequence[Region], prompt: Prompt) -> tuple[Region, ...]:
+def _composed(regions: Sequence[Region]) -> tuple[Region, ...]:
     """Join neighbouring regions of one composer, with the few tokens between, because it fills them together."""
     joined: list[Region] = []
     for region in regions:
         current = region
         if region.composer is not None:
-            spans = region.spans
             gap = joined[-1] if joined and joined[-1].source == "computed" and len(joined[-1]) <= _GAP_TOKENS else None
             before = joined[-1 if gap is None else -2] if len(joined) > (gap is not None) else None
-            first = region
             if before is not None and before.composer == region.composer:
-                first, spans = before, (*before.spans, *spans)
+                current = replace(before, stop=region.stop, spans=(*before.spans, *region.spans))
                 del joined[-1 if gap is None else -2 :]
             elif gap is not None and before is not None and before.source == "pack":
-                first = joined.pop()  # Text between a pack and this region joins the region.
-            ids = prompt.token_ids[first.start : region.stop]
-            current = replace(region, start=first.start, spans=spans, token_ids=ids)
+                current = replace(region, start=joined.pop().start)  # Text between a pack and this region joins it.
         joined.append(current)
     return tuple(joined)
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kp_core.compose.auto import AutoComposer
-from kp_core.compose.base import Composer, Forward, Region, join
-from kp_core.compose.exact import ExactComposer
+from kp_core.compose.base import Composer, ExactComposer, Region, placed
 from kp_core.compose.naive import NaiveComposer
 from kp_core.compose.packet import PacketComposer, Wrapper, laid_out, load_wrapper, save_wrapper
 from kp_core.compose.select import SelectComposer
@@ -18,7 +17,6 @@ __all__ = [
     "AutoComposer",
     "Composer",
     "ExactComposer",
-    "Forward",
     "NaiveComposer",
     "PacketComposer",
     "Region",
@@ -26,9 +24,9 @@ __all__ = [
     "SpliceComposer",
     "Wrapper",
     "composer_of",
-    "join",
     "laid_out",
     "load_wrapper",
+    "placed",
     "save_wrapper",
 ]
 

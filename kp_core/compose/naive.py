@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kp_core.compose.base import Forward, Region, join
-from kp_core.errors import KVShapeError
+from kp_core.compose.base import Move, Region, placed
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
 from kp_core.prompt.prompt import Prompt, Span
@@ -28,9 +27,9 @@ class NaiveComposer:
         """All packs."""
         return prompt.spans
 
-    def fill(self, region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
-        """The packs' KV, unchanged; raises `KVShapeError` for a pack without KV."""
-        parts = [pack.kv for pack in packs if pack.kv is not None]
-        if len(parts) < len(packs):
-            raise KVShapeError(f"Got a lazy pack for the region {region.start}:{region.stop}; expected its KV.")
-        return join(region, parts, forward)
+    def fill(self, region: Region, packs: Sequence[KnowledgePack], room: KVTensors, move: Move) -> Sequence[int]:  # noqa: ARG002
+        """Copies the packs' KV."""
+        for kv, _, place in placed(region, packs, room):
+            for tensor, target in zip((*kv.keys, *kv.values), (*place.keys, *place.values), strict=True):
+                target.copy_(tensor)
+        return ()

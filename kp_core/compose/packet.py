@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kp_core.compose.base import Forward, Region
-from kp_core.compose.splice import laid
+from kp_core.compose.splice import SpliceComposer
 from kp_core.errors import PackCorruptError, PackError, WrapperError, WrapperMismatchError
-from kp_core.kv import KVTensors
 from kp_core.packs.envelope import Envelope, mapping
 from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
@@ -93,7 +91,7 @@ class Wrapper:
 
 
 @dataclass(frozen=True)
-class PacketComposer:
+class PacketComposer(SpliceComposer):
     """Moves packs together with the soft tokens of `wrapper` around them (KV Packet, arXiv 2604.13226, section 3).
 
     Header, pack and trailer are compiled behind the prefix of the pack, once for each wrapper, and stored. At use they
@@ -104,7 +102,6 @@ class PacketComposer:
     """
 
     wrapper: Wrapper
-    exact = False
 
     @classmethod
     def load(cls, wrapper: str | Path | None = None) -> PacketComposer:
@@ -112,7 +109,7 @@ class PacketComposer:
         return cls(load_wrapper(SHIPPED if wrapper is None else wrapper))
 
     @property
-    def key(self) -> str:
+    def key(self) -> str:  # type: ignore[override]
         """Method and digest of the wrapper."""
         return f"packet:{self.wrapper.id}"
 
@@ -135,14 +132,6 @@ class PacketComposer:
     def unwrapped(self, pack: KnowledgePack) -> tuple[int, ...]:
         """The ids between the soft tokens of a wrapped pack."""
         return pack.token_ids[len(self.wrapper.header) : len(pack.token_ids) - len(self.wrapper.trailer)]
-
-    def compile(self, pack: KnowledgePack, forward: Forward) -> KVTensors:
-        """KV of a wrapped pack behind its own prefix, soft tokens included."""
-        return forward.soft(pack.prefix.token_ids, self.wrapper.header, self.unwrapped(pack), self.wrapper.trailer)
-
-    def fill(self, region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
-        """The wrapped packs' KV, moved."""
-        return forward.anew(laid(region, packs, forward), region.between)
 
 
 def laid_out(prompt: Prompt, wanted: Collection[Span], ends: Sequence[int], composer: PacketComposer) -> Prompt:

@@ -175,8 +175,7 @@ class Selector:
         if len(prompt.spans) != len(packs):
             return None
         start, stop = prompt.spans[0].start, prompt.spans[-1].stop
-        ids = prompt.token_ids[start:stop]
-        region = Region(start, stop, "composed", prompt.spans, SpliceComposer(), ids)
+        region = Region(start, stop, "composed", prompt.spans, SpliceComposer())
         weights = self._attention(Plan(prompt, (Region(0, start, "computed"), region), packs=view), layers)
         if weights is None:
             return None

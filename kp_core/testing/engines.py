@@ -171,7 +171,7 @@ def check_composer(composer: Composer, engine: Session | None = None) -> None:
     try:
         composed = session.prefill(_ASKED, **options)
     except KVShapeError as error:
-        raise AssertionError(f"`fill` returns KV of the tokens of its region. Got: {error}") from error
+        raise AssertionError(f"`fill` returns tokens of its region. Got: {error}") from error
     prompt = composed.prompt
     spans = tuple(composer.regions(prompt))
     _holds("`regions` returns spans of the prompt.", set(spans) <= set(prompt.spans))

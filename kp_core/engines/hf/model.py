@@ -261,80 +261,64 @@ class CausalModel:
         return run_ragged(self.network, buffers, tokens, self.sees, keeps_logits=self.keeps_logits)
 
     @torch.inference_mode()
-    def forward_at(
-        self,
-        ids: Sequence[int],
-        positions: Sequence[int],
-        past: KVTensors | None,
-        past_positions: Sequence[int],
-    ) -> KVTensors:
-        """See `Forward.__call__`."""
-        count = 0 if past is None else past.tokens
-        buffer = KVBuffer(self.shape, count + len(ids))
-        if past is not None:
-            buffer.append(past)
-        self.forward_among(ids, positions, buffer, range(count, count + len(ids)), held=past_positions)
-        return buffer.read(count, count + len(ids))
+    def forward_at(self, ids: Sequence[int], start: int) -> KVTensors:
+        """KV of `ids` at the positions from `start` on, with nothing before them.
+
+        Raises `UnsupportedRequestError` if tokens of this model cannot be moved.
+        """
+        self._refuse_moving()
+        buffer = KVBuffer(self.shape, len(ids))
+        self.network.base_model(
+            input_ids=torch.tensor([ids], device=self.device),
+            position_ids=torch.arange(start, start + len(ids), device=self.device)[None],
+            past_key_values=cache_of(buffer, in_tiles=self.attends),
+            use_cache=True,
+            **self._attention(range(len(ids)), buffer),
+        )
+        return buffer.read(0, len(ids))
 
     @torch.inference_mode()
     def forward_among(  # noqa: PLR0913
         self,
         ids: Sequence[int],
-        positions: Sequence[int],
         buffer: KVBuffer,
         places: Sequence[int],
         *,
-        held: Sequence[int] | None = None,
         unseen: Sequence[int] = (),
         weights: Callable[[Tensor], None] | None = None,
         layers: int | None = None,
         logits: bool = False,
     ) -> Tensor | None:
-        """Compute `ids` at `positions` and write their KV to `places` of `buffer`.
-
-        Places ascend. Each token attends to all KV in the buffer up to its own position, except to the places `unseen`.
-        `held` are the positions of the tokens in the buffer, by default their places. `weights` is called with the
-        attention weights of each layer, `(heads, len(ids), tokens)`, or of the first `layers`. With `logits`, returns
-        those after the last of `ids`, `(1, vocabulary)`. Without `logits` and `weights`, the pass stops at the keys of
-        the last layer.
+        """See `Model.forward_among`. Without `logits` and `weights`, the pass stops at the keys of the last layer.
 
         Raises `UnsupportedRequestError` if tokens of this model cannot be moved.
         """
         self._refuse_moving()
-        device, dtype = self.network.device, buffer.shape.dtype
-        query_positions, targets = (torch.tensor(list(indices), device=device) for indices in (positions, places))
-        stop = max(buffer.length, max(places) + 1)
-        key_positions = torch.arange(stop, device=device)
-        if held is not None:
-            key_positions[: len(held)] = torch.tensor(list(held), device=device)
-        if unseen:
-            hidden = torch.tensor(list(unseen), device=device)
+        device, dtype, places = self.network.device, buffer.shape.dtype, list(places)
+        stop = max(buffer.length, places[-1] + 1)
+        targets, mask, options = torch.tensor(places, device=device), None, dict[str, Any]()
+        in_tiles = self.attends and weights is None
+        if in_tiles:
+            options = self._attention(places, buffer)
+        # Tokens behind all others need no mask, which is faster, and more so for longer passes.
+        elif weights is not None or places != list(range(buffer.length, stop)):
+            key_positions = torch.arange(stop, device=device)
+            hidden = torch.tensor(list(unseen), dtype=torch.long, device=device)
             key_positions[hidden] = torch.iinfo(key_positions.dtype).max
-            for layer in buffer.layers:  # A weight of zero times NaN would be NaN.
+            for layer in buffer.layers if unseen else ():  # A weight of zero times NaN would be NaN.
                 layer.keys[:, :, hidden] = 0
                 layer.values[:, :, hidden] = 0
-        key_positions[targets] = query_positions
-        mask, options = None, dict[str, Any]()
-        if self.attends and weights is None and torch.equal(key_positions, torch.arange(stop, device=device)):
-            options = self._attention(list(places), buffer)
-        # Tokens in order behind all others need no mask, which is faster, and more so for longer passes.
-        elif (
-            weights is not None
-            or not torch.equal(query_positions, key_positions[buffer.length :])
-            or not torch.equal(key_positions, key_positions.sort().values)
-        ):
             mask = torch.zeros(1, 1, len(ids), stop, dtype=dtype, device=device)
-            mask.masked_fill_(key_positions[None] > query_positions[:, None], torch.finfo(dtype).min)
-            if weights is not None:
-                options = {"kp_weights": weights}
-        in_tiles = "kp_attend" in options
+            mask.masked_fill_(key_positions[None] > targets[:, None], torch.finfo(dtype).min)
+        if weights is not None:
+            options = {"kp_weights": weights}
         if layers is None:
             layers = len(buffer.layers) if logits or weights is not None else len(buffer.layers) - 1
         last_logits = None
         with suppress(LayersDone):
             output = (self.network if logits else self.network.base_model)(
                 input_ids=torch.tensor([list(ids)], device=device),
-                position_ids=query_positions[None],
+                position_ids=targets[None],
                 attention_mask=mask,
                 past_key_values=placed_cache_of(buffer, targets, stop, layers=layers, in_tiles=in_tiles),
                 use_cache=True,
@@ -346,7 +330,7 @@ class CausalModel:
 
     @torch.inference_mode()
     def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
-        """See `Forward.soft`."""
+        """See `Model.forward_soft`."""
         self._refuse_moving()
         base = self.network.base_model
         tokens = base.get_input_embeddings()(torch.tensor([*before, *ids], device=base.device))
@@ -378,8 +362,7 @@ class CausalModel:
             raise UnsupportedRequestError("The keys of this model cannot be moved: it has no rotary embedding.")
         ids = torch.randint(self._text.vocab_size, (4,), generator=torch.Generator().manual_seed(0)).tolist()
         near, far = (
-            KVTensors.concat(self.forward_at([token], [position], None, ()) for token in ids)
-            for position in (1, 1 + _APART)
+            KVTensors.concat(self.forward_at([token], position) for token in ids) for position in (1, 1 + _APART)
         )
         rotated: list[bool] = []
         for interleaved in (False, True):

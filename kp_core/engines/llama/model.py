@@ -92,7 +92,7 @@ class LlamaModel:
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {self.lacks['compose']}.")
 
-    forward_at = forward_among = forward_soft = _refuse
+    forward_among = forward_soft = _refuse
 
     def sampler(
         self, sampling: Sampling, prompt_ids: Sequence[int], constraint: Constraint | None

@@ -75,32 +75,29 @@ class Model(Protocol):
     def rows(self, buffers: Sequence[KVBuffer], memory: Memory | None = None) -> Callable[[Sequence[int]], Tensor]:
         """A function that runs one token behind each buffer in one pass, and returns logits, `(rows, vocabulary)`."""
 
-    def forward_at(
-        self,
-        ids: Sequence[int],
-        positions: Sequence[int],
-        past: KVTensors | None,
-        past_positions: Sequence[int],
-    ) -> KVTensors:
-        """See `Forward.__call__`."""
-
     def forward_among(  # noqa: PLR0913
         self,
         ids: Sequence[int],
-        positions: Sequence[int],
         buffer: KVBuffer,
         places: Sequence[int],
         *,
-        held: Sequence[int] | None = None,
         unseen: Sequence[int] = (),
         weights: Callable[[Tensor], None] | None = None,
         layers: int | None = None,
         logits: bool = False,
     ) -> Tensor | None:
-        """Compute `ids` at `positions` and write their KV to `places` of `buffer`; see `Forward.anew`."""
+        """Compute `ids` at the ascending `places` of `buffer`, which may have tokens behind them; writes their KV.
+
+        Each token attends to all KV up to its place, except at the places `unseen`. `weights` is called with the
+        attention weights of each layer, `(heads, len(ids), tokens)`, or of the first `layers`. With `logits`, returns
+        those at the last token, `(1, vocabulary)`.
+        """
 
     def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
-        """See `Forward.soft`."""
+        """KV of `header`, `ids` and `trailer` behind the tokens `before`, which begin a separate prompt.
+
+        Header and trailer are input embeddings, `(soft tokens, hidden)`.
+        """
 
     def sampler(
         self, sampling: Sampling, prompt_ids: Sequence[int], constraint: Constraint | None
