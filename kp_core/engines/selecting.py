@@ -30,7 +30,7 @@ __all__ = ["Selector"]
 logger = logging.getLogger(__name__)
 
 Attention: TypeAlias = Callable[[Plan, int | None], Tensor | None]
-"""As `AttendingEngine.attention`."""
+"""As `LocalEngine.attention`."""
 
 _HEADS = 4
 _REMEMBERED = 512

@@ -18,11 +18,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from statistics import fmean
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 
-from kp_core.engines.base import AttendingEngine, CachingEngine, Engine, TokenStream, refusal
+from kp_core.engines.base import Engine, TokenStream, refusal
 from kp_core.engines.calibration import Calibrations
 from kp_core.engines.contrast import make_steering
 from kp_core.engines.explain import Explanation, explain
@@ -55,6 +55,9 @@ from kp_core.prompt.prompt import Span
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import Pair, Steering
 from kp_core.tools import Delta
+
+if TYPE_CHECKING:
+    from kp_core.engines.local.engine import LocalEngine
 
 __all__ = ["Session"]
 
@@ -120,7 +123,7 @@ class Session:
 
     def _attention(self, plan: Plan, layers: int | None) -> Tensor | None:
         self._need("attention", "composer='select'")
-        return cast("AttendingEngine", self.engine).attention(plan, layers)
+        return cast("LocalEngine", self.engine).attention(plan, layers)
 
     def _found(self, plan: Plan) -> int:
         """How many tokens of a prompt, from the first on, are in memory."""
@@ -354,9 +357,10 @@ class Session:
         if needed and capability not in self.engine.supports:
             raise refusal(self.engine, self.name, capability, what)
 
-    def _cache(self, what: str) -> CachingEngine:
+    def _cache(self, what: str) -> LocalEngine:
+        """The engine; raises `UnsupportedRequestError` unless it has the members of the capability `cache`."""
         self._need("cache", what)
-        return cast("CachingEngine", self.engine)
+        return cast("LocalEngine", self.engine)
 
     def _plan(
         self,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kp_core.compose import Composer
-from kp_core.engines.base import CAPABILITIES, AttendingEngine, CachingEngine, Engine, TokenStream
+from kp_core.engines.base import CAPABILITIES, MEMBERS, Engine, TokenStream
+from kp_core.engines.local.engine import LocalEngine
 from kp_core.engines.planning import Planner
 from kp_core.engines.request import Request
 from kp_core.engines.selecting import Selector
@@ -52,10 +53,9 @@ def _check_members(model: Engine) -> None:
     _holds("`identity` is a ModelFingerprint.", isinstance(model.identity, ModelFingerprint))
     _holds("`identity` is the same each time.", model.identity == model.identity)
     _holds("`max_positions` is a positive integer.", isinstance(model.max_positions, int) and model.max_positions > 0)
-    for capability, protocol in (("cache", CachingEngine), ("attention", AttendingEngine)):
-        members = [name for name in vars(protocol) if not name.startswith("_")] if capability in supports else []
-        is_whole = all(hasattr(model, name) for name in members)
-        _holds(f"With `{capability}`, it has all members of `{protocol.__name__}`.", is_whole)
+    for capability in supports & MEMBERS.keys():
+        is_whole = all(hasattr(model, name) for name in MEMBERS[capability])
+        _holds(f"With `{capability}`, it has {', '.join(MEMBERS[capability])}.", is_whole)
 
 
 def _check_answers(session: Session) -> None:
@@ -129,7 +129,7 @@ def _check_capabilities(session: Session) -> None:
         again = session.generate(_ASKED, max_tokens=_TOKENS)
         _holds("Steered KV is not used in plain prompts.", again.token_ids == plain.token_ids)
     if "cache" in supports:
-        caching, plan = cast("CachingEngine", session.engine), _plan(session, max_tokens=1)
+        caching, plan = cast("LocalEngine", session.engine), _plan(session, max_tokens=1)
         pinned = caching.pin(plan)
         caching.clear_cache()
         _holds("A pinned prompt stays in the prefix tree.", caching.found(plan) == len(plan.prompt))

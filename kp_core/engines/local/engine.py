@@ -31,7 +31,7 @@ _MOST_TEXTS, _MOST_TOKENS = 16, 512  # Of one pass.
 
 
 class LocalEngine:
-    """Runs plans with a `Model`. It is a `CachingEngine` with all capabilities that the model allows.
+    """Runs plans with a `Model`. It has all capabilities that the model allows.
 
     `identity` gives the fingerprint, and may take seconds. `check` is called before each request, and raises when the
     model has changed. After `renew`, both go by the model as it is then. `cache_bytes` is the budget for all KV in
@@ -59,7 +59,7 @@ class LocalEngine:
         self.max_positions = model.max_positions
         """See `Engine.max_positions`."""
         self.bytes_per_token, self.state_bytes = model.shape.bytes_per_token, model.shape.state_bytes
-        """See `CachingEngine`."""
+        """Bytes of KV per token, and of the states of recurrent layers at each end of a pack or a message."""
         self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
         self.pass_tokens = pass_tokens
         """Most tokens of one forward pass."""
@@ -91,7 +91,7 @@ class LocalEngine:
 
     @property
     def cached_bytes(self) -> int:
-        """See `CachingEngine.cached_bytes`."""
+        """Bytes of KV in the prefix tree."""
         return self.tree.nbytes
 
     def run(self, plan: Plan) -> TokenStream:
@@ -117,18 +117,23 @@ class LocalEngine:
         return _computed(self, plans)
 
     def attention(self, plan: Plan, layers: int | None = None) -> Tensor | None:
-        """See `AttendingEngine.attention`."""
+        """How much the tokens behind the last region of `plan` attend to each token in it.
+
+        The region is composed: the KV of its packs is moved there, and the tokens between them are masked. The result
+        is the largest weight of a token behind the region on each of its tokens, `(layers, heads, tokens)`, of the
+        first `layers` if given. `None` if a pack has no KV.
+        """
         self._check()
         return self.scheduler.twice(lambda: attention(self, plan, layers))
 
     def found(self, plan: Plan) -> int:
-        """See `CachingEngine.found`."""
+        """How many tokens of the prompt, from the first on, are in the prefix tree now."""
         path = match(self.tree, plan)
         path.release()
         return path.tokens
 
     def pin(self, plan: Plan) -> Node:
-        """See `CachingEngine.pin`."""
+        """Keep the prompt of `plan` in the prefix tree until `unpin` is called with the returned object."""
         run = self.scheduler.twice(lambda: prefill(self, plan, len(plan.prompt), logits=False))
         try:
             return run.path.pin()
@@ -136,7 +141,7 @@ class LocalEngine:
             run.close()
 
     def unpin(self, pinned: object) -> None:
-        """See `CachingEngine.unpin`."""
+        """Undo one `pin`."""
         if not isinstance(pinned, Node):
             raise TypeError(f"Got {type(pinned).__name__}; expected what `pin` gave back.")
         self.tree.unpin(pinned)
@@ -152,7 +157,7 @@ class LocalEngine:
         self.pool.clear()
 
     def refresh(self) -> None:
-        """See `CachingEngine.refresh`."""
+        """Start to use the model as it is now. Raises `BusyError` while KV is pinned or in use."""
         self.clear_cache()
         if not self.tree.is_empty:
             raise BusyError(

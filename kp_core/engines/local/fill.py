@@ -79,7 +79,7 @@ def match(tree: PrefixTree, plan: Plan, *, logits: bool = True) -> Path:
 
 
 def attention(engine: LocalEngine, plan: Plan, layers: int | None) -> Tensor | None:
-    """See `AttendingEngine.attention`."""
+    """See `LocalEngine.attention`."""
     region = plan.regions[-1]
     run = prefill(engine, plan.until(region.start), len(plan.prompt), logits=False)
     try:
