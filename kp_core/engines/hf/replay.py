@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from kp_core.engines.hf.attention import Sees
 from kp_core.engines.hf.rows import RowsLayer
-from kp_core.engines.local.buffer import BufferLayer, KVBuffer
+from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.scheduler import is_out_of_memory
 
 __all__ = ["PLAIN_STEPS", "Record", "ReplayedRows", "captured"]
@@ -72,9 +72,11 @@ class ReplayedRows:
         self._stops = [0] * len(buffers)
         """Keys of each buffer that a step reads."""
         self._masks: dict[Sees, list[Tensor]] = {}
-        layers = range(len(buffers[0].layers))
         self._cache = Cache(
-            layers=[_PlacedRows([buffer.layers[at] for buffer in buffers], self._positions) for at in layers]
+            layers=[
+                RowsLayer(list(layers), (), range(len(buffers)), self._positions)
+                for layers in zip(*(buffer.layers for buffer in buffers), strict=True)
+            ]
         )
         self._steps = 0
 
@@ -156,17 +158,3 @@ class ReplayedRows:
                 )
             )
         return torch.cat(outputs).reshape(len(outputs), query.shape[1], 1, value.shape[3])
-
-
-class _PlacedRows(RowsLayer):
-    """One layer of several buffers: writes each row's new token to its position, which a tensor holds."""
-
-    def __init__(self, layers: list[BufferLayer], positions: Tensor) -> None:
-        super().__init__(layers, (), range(len(layers)))
-        self._positions = positions
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write row by row; attention reads the buffers."""
-        for row, layer in enumerate(self._layers):
-            layer.put(key_states[row : row + 1], value_states[row : row + 1], self._positions[row])
-        return key_states, value_states

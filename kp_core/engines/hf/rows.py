@@ -354,13 +354,19 @@ def _cache_of(buffers: Sequence[KVBuffer], counts: Sequence[int] = (), rows: Seq
 
 
 class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer of several buffers: writes the new tokens of each, and returns only these."""
+    """One layer of several buffers: writes the new tokens of each, and returns only these.
+
+    `counts` are the new tokens of each buffer if they come as one sequence; otherwise each has one. `rows` are written:
+    behind the filled tokens, or at `places`, `(rows, 1)`.
+    """
 
     is_sliding = False
 
-    def __init__(self, layers: list[BufferLayer], counts: Sequence[int], rows: Sequence[int]) -> None:
+    def __init__(
+        self, layers: list[BufferLayer], counts: Sequence[int], rows: Sequence[int], places: Tensor | None = None
+    ) -> None:
         super().__init__()
-        self._layers, self._counts, self._rows = layers, list(counts), rows
+        self._layers, self._counts, self._rows, self._places = layers, list(counts), rows, places
         self.keys, self.values = layers[0].memory
         self.is_initialized = True
 
@@ -375,7 +381,10 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
                 for side in (key_states, value_states)
             )
             for row in self._rows:
-                self._layers[row].write(keys[row], values[row])
+                if self._places is None:
+                    self._layers[row].write(keys[row], values[row])
+                else:
+                    self._layers[row].put(keys[row], values[row], self._places[row])
         return key_states, value_states
 
     def get_seq_length(self) -> int:

@@ -10,12 +10,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from kp_core.engines.local.copies import CopyStream
+from kp_core.engines.local.copies import start_copies
 from kp_core.engines.local.tree import Name, PrefixTree, common_tokens
 from kp_core.errors import CacheBudgetError
 from kp_core.kv import KVTensors
@@ -41,6 +43,7 @@ TILE = 256
 _IDLE = 2  # Idle buffers that are kept, whatever their size.
 _LOOK_S = 0.05
 """How often a waiting request checks its limit, in seconds. Reaching the limit sends no signal."""
+Copy: TypeAlias = Callable[[Sequence[Sequence[tuple[Tensor, Tensor]]]], list[Callable[[], None]]]
 _LONG_S = 10.0  # Seconds after which a request that waits for memory is logged.
 
 
@@ -146,12 +149,12 @@ class KVBuffer:
 
     `runs` names the KV that the buffer holds from position 0 on, so that a later request with the same beginning need
     not copy it. `states` are the states of recurrent layers, `(1, ...)` each; a forward pass writes them in place.
-    They belong to the last filled token if `has_states`; otherwise they are invalid. With `copies`, KV from the host
-    arrives layer by layer, while the first layers compute.
+    They belong to the last filled token if `has_states`; otherwise they are invalid. With `copy` (`start_copies` for a
+    device), KV from the host arrives layer by layer, while the first layers compute.
     """
 
-    def __init__(self, shape: CacheShape, capacity: int, copies: CopyStream | None = None) -> None:
-        self._copies = copies
+    def __init__(self, shape: CacheShape, capacity: int, copy: Copy | None = None) -> None:
+        self._copy = copy
         self.capacity = capacity = -(-capacity // TILE) * TILE
 
         def empty(layers: int, heads: int, dim: int, device: torch.device) -> Tensor:
@@ -247,11 +250,11 @@ class KVBuffer:
         """Append `kv` to the filled tokens."""
         if self.holds(kv):
             self.passed(self.length + kv.tokens)
-        elif self.takes(kv) and self._copies is not None:
+        elif self.takes(kv) and self._copy is not None:
             start, sides = self.length, zip(kv.keys, kv.values, strict=True)
             places = [[own.narrow(2, start, kv.tokens)[0] for own in layer.memory] for layer in self.layers]
             pairs = [list(zip(place, side, strict=True)) for place, side in zip(places, sides, strict=True)]
-            for layer, arrival in zip(self.layers, self._copies.start(pairs), strict=True):
+            for layer, arrival in zip(self.layers, self._copy(pairs), strict=True):
                 layer.arrivals.append(arrival)
                 layer.length = start + kv.tokens
         else:
@@ -262,7 +265,7 @@ class KVBuffer:
 
     def takes(self, kv: KVTensors) -> bool:
         """Whether `kv` is copied from the host as it is, beside what is computed."""
-        return self._copies is not None and kv.dtype == self.shape.dtype and self._copies.takes(kv)
+        return self._copy is not None and kv.dtype == self.shape.dtype and kv.device.type == "cpu"
 
     def holds(self, kv: KVTensors) -> bool:
         """Whether `kv` is a view of the memory right after the filled tokens, so that it is already in place."""
@@ -339,7 +342,7 @@ class BufferPool:
         self.used = 0
         """Bytes of the buffers in use."""
         is_on_gpu = shape.device.type == "cuda" and not shape.devices
-        self.copies: CopyStream | None = CopyStream(shape.device) if is_on_gpu else None
+        self.copy: Copy | None = partial(start_copies, shape.device) if is_on_gpu else None
         """Copies KV from the host into the buffers."""
         self._waiting: list[KVBuffer] = []
         self._queue: deque[object] = deque()
@@ -398,7 +401,7 @@ class BufferPool:
                 return None
             self.used += size
         try:
-            buffer = buffer or KVBuffer(self._shape, capacity, self.copies)
+            buffer = buffer or KVBuffer(self._shape, capacity, self.copy)
             buffer.load(held)
         except BaseException:
             self.free(size)
