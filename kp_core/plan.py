@@ -29,26 +29,20 @@ _MOST_TOP = 20  # As OpenAI and vLLM.
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; the defaults are greedy. Raises `SamplingError` for a value out of range."""
+    """How the next token is chosen; the defaults are greedy. `kp_core.engines.request.ABOUT` explains each field.
+
+    Raises `SamplingError` for a value out of range.
+    """
 
     max_tokens: int | None = None
-    """Maximum number of generated tokens; `None` is 512, or less if the context ends sooner."""
     temperature: float = 0.0
-    """Values below 1e-5 are greedy."""
     top_p: float = 1.0
-    """Sample from the smallest set of most likely tokens with this total probability."""
     top_k: int = 0
-    """Sample from this many most likely tokens; 0 is all."""
     repetition_penalty: float = 1.0
-    """Above 1, earlier tokens become less likely."""
     seed: int | None = None
-    """Equal seeds choose equal tokens."""
     stop: Sequence[str] = ()
-    """Strings that end the answer and are not part of it; they may span tokens."""
     logprobs: bool = False
-    """Whether the log-probability of each token of the answer is returned."""
     top_logprobs: int = 0
-    """How many of the likeliest tokens in each place are returned, too."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))

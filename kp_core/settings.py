@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from kp_core.bundled import BUNDLED_MODEL
-from kp_core.engines.request import OPTIONS, Request, checked_options
+from kp_core.engines.request import ABOUT, OF_THE_CORE, OPTIONS, PER_CALL, Request, checked_options
 from kp_core.engines.session import Session
 from kp_core.engines.shared import session_of, shared_engine
 from kp_core.errors import PackError, ToolError
@@ -30,9 +30,9 @@ from kp_core.steering import as_steering
 
 __all__ = ["CALL_OPTIONS", "GIVEN", "MODEL_OPTIONS", "EngineSettings", "ModelSettings", "core_choice", "core_role"]
 
-MODEL_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.where == "model")
+MODEL_OPTIONS = tuple(name for name in OPTIONS if name not in (*PER_CALL, *OF_THE_CORE))
 """Options that are model fields as well as call options."""
-CALL_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.where != "core")
+CALL_OPTIONS = tuple(name for name in OPTIONS if name not in OF_THE_CORE)
 """Options of a call."""
 
 GIVEN = ("composer", "engine", "steering", "store")
@@ -65,7 +65,7 @@ else:
                 _TYPES[name] | None,
                 Field(
                     default=[] if name == "stop" else OPTIONS[name].default,
-                    description=OPTIONS[name].about,
+                    description=ABOUT[name],
                     validation_alias=_ALIASES.get(name),
                     exclude=name in GIVEN,
                     repr=name not in GIVEN,
