@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -45,7 +45,6 @@ __all__ = [
     "in_thread",
     "read_answer",
     "usage_of",
-    "with_logprobs",
 ]
 
 T = TypeVar("T")
@@ -65,8 +64,7 @@ _MAYBE_HANDLE = re.compile(
 class Usage:
     """Token counts of one generation, and its time to first token in seconds.
 
-    `prompt_tokens + pack_tokens == reused_tokens + computed_tokens`: both sides count the same prompt, once by who sent
-    it and once by how its KV was obtained.
+    `prompt_tokens + pack_tokens == reused_tokens + computed_tokens` is the length of the prompt.
     """
 
     prompt_tokens: int
@@ -88,8 +86,7 @@ class Usage:
     reordered_packs: int = 0
     """Packs whose order among their neighbours changed (`order="free"`)."""
     unread_packs: int = 0
-    """Packs that were left out, because the question does not look at them (`composer="select"`). The pass that found
-    it out is in `ttft_s`, and not in `computed_tokens`, which counts tokens of the prompt."""
+    """Packs that were left out (`composer="select"`). The pass that chose is in `ttft_s`, not in `computed_tokens`."""
     errata_tokens: int = 0
     """Tokens of `pack_tokens` that belong to errata (see `kp_core.edit`)."""
     unresolved_handles: int = 0
@@ -154,7 +151,57 @@ def read_answer(
     tokenizer: Any,  # noqa: ANN401
     request: Request,
 ) -> Generator[Delta, None, Generation]:
-    """Yields the answer in pieces and returns all of it. Raises `GenerationTimeoutError` when its time is up."""
+    """Yields the answer in pieces and returns all of it. Raises `GenerationTimeoutError` when its time is up.
+
+    Each piece has the log-probabilities of new tokens, if the stream has any; the last piece may have nothing else.
+    """
+    parts, text = _readers(plan, template, tokenizer, request)
+    tokens, ttft = list[int](), 0.0
+    names, logprobs = TokenNames(tokenizer), list[TokenLogprob]()
+
+    def told(deltas: Iterable[Delta]) -> Iterator[Delta]:
+        for delta in deltas:
+            latest = tuple(map(names.named, stream.logprobs[len(logprobs) :]))
+            logprobs.extend(latest)
+            yield replace(delta, logprobs=latest) if latest else delta
+
+    try:
+        for token in stream:
+            tokens.append(token)
+            ttft = ttft or stream.limit.spent
+            if stream.finish == "stop":
+                break
+            yield from told(parts.push(text.push(token)))
+            if text.stopped:
+                break
+            check_time(stream.limit, len(tokens))
+            if stream.limit.is_set():
+                stream.finish = "cancelled"
+                break
+        if not tokens:
+            check_time(stream.limit, 0)
+        yield from told(chain(parts.push(text.flush()), parts.finish()))
+        if len(logprobs) < len(stream.logprobs):
+            yield from told([Delta()])
+        reason = "stop" if text.stopped else stream.finish
+        if parts.calls and reason == "stop":
+            reason = "tool_calls"
+        usage, calls = usage_of(plan, stream, len(tokens), ttft), tuple(parts.calls)
+        return Generation(
+            *(parts.text, tuple(tokens), reason, usage, plan.prompt, stream.first_logits, calls, parts.reasoning),
+            logprobs=tuple(logprobs) if request.gives_logprobs else None,
+        )
+    finally:
+        stream.close()
+
+
+def _readers(
+    plan: Plan,
+    template: ChatTemplate,
+    tokenizer: Any,  # noqa: ANN401
+    request: Request,
+) -> tuple[AnswerReader | HarmonyReader, AnswerText]:
+    """What tells the parts of an answer from one another, and what decodes its tokens."""
     form, thought = template.tool_format, template.thought
     tools = {tool.name: tool.parameters for tool in request.shape.callable}
     is_harmony = form is HARMONY
@@ -168,61 +215,7 @@ def read_answer(
         # `<|channel>thought` is a special token and then a word.
         markers += tuple(match[0] for mark in thought if (match := re.match(r"<[^<>]*>|\[[^\[\]]*\]", mark)))
     kept = {token: marker for marker in markers if (token := _special(tokenizer, marker)) is not None}
-    text, tokens, ttft = AnswerText(tokenizer, request.stop, kept), list[int](), 0.0
-    try:
-        for token in stream:
-            tokens.append(token)
-            ttft = ttft or stream.limit.spent
-            if stream.finish == "stop":
-                break
-            if piece := text.push(token):
-                yield from parts.push(piece)
-            if text.stopped:
-                break
-            check_time(stream.limit, len(tokens))
-            if stream.limit.is_set():
-                stream.finish = "cancelled"
-                break
-        if not tokens:
-            check_time(stream.limit, 0)
-        yield from parts.push(text.flush())
-        yield from parts.finish()
-        reason = "stop" if text.stopped else stream.finish
-        if parts.calls and reason == "stop":
-            reason = "tool_calls"
-        usage, calls = usage_of(plan, stream, len(tokens), ttft), tuple(parts.calls)
-        ids, logits = tuple(tokens), stream.first_logits
-        return Generation(parts.text, ids, reason, usage, plan.prompt, logits, calls, parts.reasoning)
-    finally:
-        stream.close()
-
-
-def with_logprobs(
-    answer: Generator[Delta, None, Generation],
-    stream: TokenStream,
-    tokenizer: Any,  # noqa: ANN401
-) -> Generator[Delta, None, Generation]:
-    """`answer` with the log-probabilities in `stream`: those of new tokens in each piece, and all in the end.
-
-    The last piece may have nothing else.
-    """
-    names, logprobs = TokenNames(tokenizer), list[TokenLogprob]()
-
-    def new() -> tuple[TokenLogprob, ...]:
-        latest = [names.named(scores) for scores in stream.logprobs[len(logprobs) :]]
-        logprobs.extend(latest)
-        return tuple(latest)
-
-    with closing(answer):
-        while True:
-            try:
-                delta = next(answer)
-            except StopIteration as end:
-                if rest := new():
-                    yield Delta(logprobs=rest)
-                generation: Generation = end.value
-                return replace(generation, logprobs=tuple(logprobs))
-            yield replace(delta, logprobs=new())
+    return parts, AnswerText(tokenizer, request.stop, kept)
 
 
 def _special(tokenizer: Any, marker: str) -> int | None:  # noqa: ANN401
@@ -260,8 +253,8 @@ class WithoutHandles:
 class AnswerText:
     """Decodes an answer token by token, ends it at a stop string, and removes handles.
 
-    Holds back text that may still become a stop string or a handle, so that the pieces of a stream join to exactly
-    `text`. Removes special tokens, except those in `kept`, which become the text given there.
+    Holds back text that may still become a stop string or a handle. Removes special tokens, except those in `kept`,
+    which become the text given there.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], kept: Mapping[int, str] | None = None) -> None:  # noqa: ANN401
@@ -284,7 +277,8 @@ class AnswerText:
             if positions:
                 self._held, self.stopped = self._held[: min(positions)], True
                 return self.flush()
-        until = next((at for at in range(len(self._held)) if self._may_stop(self._held[at:])), len(self._held))
+        may_stop = (at for at in range(len(self._held)) if any(stop.startswith(self._held[at:]) for stop in self._stop))
+        until = next(may_stop, len(self._held))
         certain, self._held = self._held[:until], self._held[until:]
         return self._give(self._handles.push(certain))
 
@@ -292,9 +286,6 @@ class AnswerText:
         """All text that was held back; call it at the end of the answer."""
         held_back, self._held = self._held, ""
         return self._give(self._handles.push(held_back) + self._handles.flush())
-
-    def _may_stop(self, tail: str) -> bool:
-        return any(stop.startswith(tail) for stop in self._stop)
 
     def _give(self, piece: str) -> str:
         self.text += piece

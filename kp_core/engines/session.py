@@ -38,7 +38,6 @@ from kp_core.engines.reading import (
     in_thread,
     read_answer,
     usage_of,
-    with_logprobs,
 )
 from kp_core.engines.request import CompiledFor, Request
 from kp_core.engines.selecting import Selector
@@ -190,10 +189,7 @@ class Session:
     def prefill(self, messages: Sequence[Message] | str, **options: Any) -> Prefill:  # noqa: ANN401
         """Prefill a conversation without answering it. Warms the cache, and returns the logits after the prompt."""
         self._need("logits", "a prefill alone")
-        request = Request.of(options)
-        limit = Limit(request.cancel, request.timeout)
-        plan = self._plan(messages, request, tokens=0)
-        stream = self._run(plan, limit)
+        plan, stream, limit = self._run(messages, options, tokens=0)
         if plan.kept:
             plan.kept.write(self.when_idle)
         check_time(limit, 0)
@@ -222,14 +218,11 @@ class Session:
         tokens = tuple(self.tokenizer.encode(answer, add_special_tokens=False))
         if not tokens:
             return 1.0
-        request = Request.of(options)
-        limit = Limit(request.cancel, request.timeout)
-        plan = self._plan(messages, request, forced=tokens, tokens=len(tokens))
-        losses = self._run(plan, limit).losses
+        _, stream, limit = self._run(messages, options, forced=tokens, tokens=len(tokens))
         check_time(limit, 0)
-        if not losses:
+        if not stream.losses:
             raise CancelledError("The measurement was cancelled.")
-        return math.exp(fmean(losses))
+        return math.exp(fmean(stream.losses))
 
     def build_pack(  # noqa: PLR0913 - as `build_packs`
         self,
@@ -311,8 +304,7 @@ class Session:
         """Start to use the model as it is now, after its weights were changed on purpose.
 
         Computes the fingerprint again, from the tensors themselves, and drops all KV in memory. Packs made before the
-        change then belong to another model. Changes that are cheap to detect need no call (see `ModelWatch`); a write
-        through `.data` may not be detected. Raises `BusyError` while answers are under way or packs are pinned.
+        change then belong to another model. Raises `BusyError` while answers are under way or packs are pinned.
         """
         self._cache("refresh").refresh()
         with self._planning:
@@ -400,20 +392,27 @@ class Session:
         stream.limit = limit
         return stream
 
-    def _run(self, plan: Plan, limit: Limit) -> TokenStream:
-        """The stream of `plan`, run to its end."""
+    def _run(
+        self,
+        messages: Sequence[Message] | str,
+        options: Mapping[str, Any],
+        *,
+        tokens: int,
+        forced: tuple[int, ...] = (),
+    ) -> tuple[Plan, TokenStream, Limit]:
+        """The plan of a request, its stream, run to the end, and its limit; `tokens` and `forced` are as in `_plan`."""
+        request = Request.of(options)
+        limit = Limit(request.cancel, request.timeout)
+        plan = self._plan(messages, request, tokens=tokens, forced=forced)
         with self._idle.request():
             stream = self._start(plan, limit)
             for _ in stream:
                 pass
-        return stream
+        return plan, stream, limit
 
     def _answer(self, plan: Plan, request: Request, stream: TokenStream) -> Generator[Delta, None, Generation]:
-        answer = read_answer(plan, stream, self.template, self.tokenizer, request)
-        if request.gives_logprobs:
-            answer = with_logprobs(answer, stream, self.tokenizer)
         with self._idle.request():
-            generation = yield from answer
+            generation = yield from read_answer(plan, stream, self.template, self.tokenizer, request)
         if plan.kept:
             plan.kept.write(self.when_idle)
         usage = generation.usage

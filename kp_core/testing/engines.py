@@ -14,9 +14,7 @@ from torch import Tensor
 from kp_core.compose import Composer
 from kp_core.engines.base import CAPABILITIES, MEMBERS, Engine, TokenStream
 from kp_core.engines.local.engine import LocalEngine
-from kp_core.engines.planning import Planner
 from kp_core.engines.request import Request
-from kp_core.engines.selecting import Selector
 from kp_core.engines.session import Session
 from kp_core.engines.shared import load_engine, session_of
 from kp_core.errors import KVShapeError
@@ -191,10 +189,7 @@ def check_composer(composer: Composer, engine: Session | None = None) -> None:
 
 
 def _plan(session: Session, forced: tuple[int, ...] = (), **options: Any) -> Plan:  # noqa: ANN401 - of `Request`
-    about = session.template, session.fingerprint, session.max_positions
-    selector = Selector(*about, lambda *_: None, session.build_packs, session.tokenizer.decode)
-    planner = Planner(*about, lambda _: 0, selector, session.calibrations)
-    plan, *_ = planner.plan(_ASKED, Request.of(options))
+    plan, *_ = session._planner.plan(_ASKED, Request.of(options))  # noqa: SLF001 - without what the engine lacks
     return replace(plan, forced=forced, token_budget=len(forced)) if forced else plan
 
 
