@@ -30,7 +30,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.kept import KeptEntry, KeptKV
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
-from kp_core.packs.view import TRUSTED_ROLES, PackView, explicit_packs, why_unresolved
+from kp_core.packs.view import TRUSTED_ROLES, PackRef, PackView, explicit_packs, why_unresolved
 from kp_core.plan import Plan, Region, plan_regions, plan_steered
 from kp_core.prompt.conversation import Message, Turn, placed, unresolved
 from kp_core.prompt.prompt import Prompt, Span
@@ -157,8 +157,10 @@ class Planner:
                 part_steering.warn_beyond_cliff()
         return steered
 
-    def pinned(self, pack: KnowledgePack, span: Span) -> Plan:
+    def pinned(self, pack: KnowledgePack) -> Plan:
         """The plan for `pack` after the prefix that it was compiled for, with nothing after it."""
+        start = len(pack.prefix)
+        span = Span(start, start + len(pack.token_ids), PackRef("", pack))
         prompt = Prompt(pack.prefix.token_ids + pack.token_ids, (span,), owner=pack.namespace)
         plan, _ = self._sourced(prompt, Request())
         steered = self._steered(plan.prompt, Request(), answering=False)

@@ -46,11 +46,9 @@ from kp_core.events import is_heard, log_event
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
-from kp_core.packs.view import PackRef
 from kp_core.plan import Limit, Plan
 from kp_core.progress import bar_of
 from kp_core.prompt.conversation import Message
-from kp_core.prompt.prompt import Span
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import Pair, Steering
 from kp_core.tools import Delta
@@ -317,9 +315,7 @@ class Session:
     def pin(self, pack: KnowledgePack) -> object:
         """Keep the KV of `pack`, at the position it was compiled for, in memory. `unpin` takes the returned object."""
         pack.check(self.fingerprint)
-        start = len(pack.prefix)
-        span = Span(start, start + len(pack.token_ids), PackRef("", pack))
-        return self._cache("pin").pin(self._planner.pinned(pack, span))
+        return self._cache("pin").pin(self._planner.pinned(pack))
 
     def unpin(self, pinned: object) -> None:
         """Allow the prefix tree to evict a pinned pack again."""
