@@ -139,7 +139,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         pass_tokens=chunk_tokens,
         renew=renew,
     )
-    return Session(engine, name=name_of(model), template=template, probe=causal.seconds_per_token)
+    return Session(engine, name=name_of(model), template=template, probe=engine.seconds_per_token)
 
 
 def crowding() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -51,8 +50,6 @@ logger = logging.getLogger(__name__)
 _NO_ROWS = "its attention is its own, and is not told which tokens belong to which answer"
 _NARROW = PROBE - 3
 """Tokens of a sliding window during a probe."""
-_PACE_TOKENS = 128
-"""Tokens of the forward pass that is timed."""
 _APART = 37
 """Distance of the two positions at which a key is computed to find its rotation."""
 
@@ -129,15 +126,10 @@ class CausalModel:
             except (ValueError, TypeError, RuntimeError, AttributeError) as error:
                 logger.warning("Steps of decoding are not recorded: %s", error)
                 return
-            plain = [
-                self.forward(torch.tensor([[token]], device=self.device), buffer)
-                for token in tokens
-                for buffer in expected
-            ]
-        found = torch.cat(steps).float()
+            plain = [self._next([token], buffer) for token in tokens for buffer in expected]
         if not replayed.is_recorded:
             return
-        if self._agree(found, torch.cat([logits for logits in plain if logits is not None]).float()):
+        if self._agree(steps, plain):
             self.record = record
         else:
             logger.warning("Steps of decoding are not recorded: replayed, they give other logits.")
@@ -207,6 +199,13 @@ class CausalModel:
             return None
         last_logits: Tensor = self._run(self.network, ids, buffer, **self._keep_last).logits[:, -1]
         return last_logits.clone()
+
+    def _next(self, ids: Sequence[int], buffer: KVBuffer) -> Tensor:
+        """The logits of `forward`, for probes."""
+        logits = self.forward(torch.tensor([ids], device=self.device), buffer)
+        if logits is None:
+            raise AssertionError("logits were asked for")
+        return logits
 
     @torch.inference_mode()
     def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
@@ -390,16 +389,6 @@ class CausalModel:
         """See `sampler_of`."""
         return sampler_of(sampling, prompt_ids, self.shape.device, constraint)
 
-    def seconds_per_token(self) -> float:
-        """Approximate seconds to prefill one token, measured by one forward pass."""
-        tokens = min(_PACE_TOKENS, self.max_positions)
-        ids, buffer = torch.zeros(1, tokens, dtype=torch.long, device=self.device), KVBuffer(self.shape, tokens)
-        began = time.perf_counter()
-        logits = self.forward(ids, buffer)
-        if logits is not None:
-            logits.cpu()  # Waits for an accelerator.
-        return (time.perf_counter() - began) / tokens
-
     @torch.inference_mode()
     def _install_attention(self) -> None:
         """Switch to tiled attention if the model accepts it and gives the same logits with it."""
@@ -423,9 +412,7 @@ class CausalModel:
     def _rows_agree(self) -> bool:
         """Whether several sequences decoded in one pass get the logits that each gets alone."""
         with self._narrowed():
-            buffers = [KVBuffer(self.shape, 2 * PROBE) for _ in range(2)]
-            for row, buffer in enumerate(buffers):
-                self.forward(self._probe_ids()[:, : PROBE + row], buffer, logits=False)
+            buffers, alone = self._probe_rows()
             token = int(self._probe_ids()[0, -1])
             tokens = [[token], [token, token]]
             try:
@@ -433,25 +420,23 @@ class CausalModel:
             except (ValueError, TypeError, RuntimeError, AttributeError) as error:
                 logger.info("%s decodes sequences one by one: %s", self.config.model_type, error)
                 return False
-            expected = []
-            for row, buffer in enumerate(buffers):
-                buffer.truncate(PROBE + row)
-            for ids in ([[token], [token]], tokens):
-                for row_ids, buffer in zip(ids, buffers, strict=True):
-                    expected.append(self.forward(torch.tensor([row_ids], device=self.device), buffer))
-        return self._agree(
-            torch.cat(steps).float(), torch.cat([logits for logits in expected if logits is not None]).float()
-        )
+            expected = [
+                self._next(ids, buffer)
+                for step in ([[token], [token]], tokens)
+                for ids, buffer in zip(step, alone, strict=True)
+            ]
+        return self._agree(steps, expected)
 
     def _check_states(self) -> None:
         """Refuse a model whose logits differ between one pass and passes that continue from its states."""
         resumed, expected = self._probe_logits()[1:], self._probe_logits((0, 2 * PROBE - 1, 2 * PROBE))
         # In bfloat16, a mixture of experts may choose another expert. A lost state changes the logits more.
         if not self._agree(resumed, expected, rounding=0.2):
+            off = (torch.cat(resumed) - torch.cat(expected)).float().norm() / torch.cat(expected).float().norm()
             raise UnsupportedModelError(
                 f"{self.config.model_type} cannot be served from packs: with the installed transformers it does not go "
                 f"on from the states of its recurrent layers (after {PROBE} tokens its logits are off by "
-                f"{float((resumed - expected).norm() / expected.norm()):.0%})."
+                f"{float(off):.0%})."
             )
 
     @contextmanager
@@ -472,10 +457,11 @@ class CausalModel:
             for name, size in sizes.items():
                 setattr(self._text, name, size)
 
-    def _agree(self, found: Tensor, expected: Tensor, rounding: float = 0.05) -> bool:
+    def _agree(self, found: Sequence[Tensor], expected: Sequence[Tensor], rounding: float = 0.05) -> bool:
         """Whether logits are equal up to a relative error: 1e-3 in float32, `rounding` in shorter dtypes."""
+        mine, theirs = torch.cat([*found]).float(), torch.cat([*expected]).float()
         tolerance = 1e-3 if self.shape.dtype == torch.float32 else rounding
-        return bool(((found - expected).norm(dim=1) <= tolerance * expected.norm(dim=1)).all())
+        return bool(((mine - theirs).norm(dim=1) <= tolerance * theirs.norm(dim=1)).all())
 
     def _probe_ids(self) -> Tensor:
         # Random tokens: the first ids of a vocabulary are special tokens, and some models amplify rounding errors
@@ -483,13 +469,10 @@ class CausalModel:
         ids = torch.randint(self._text.vocab_size, (1, 2 * PROBE), generator=torch.Generator().manual_seed(0))
         return ids.to(self.device)
 
-    @torch.inference_mode()
-    def _probe_logits(self, edges: Sequence[int] = (0, PROBE, 2 * PROBE - 1, 2 * PROBE)) -> Tensor:
+    def _probe_logits(self, edges: Sequence[int] = (0, PROBE, 2 * PROBE - 1, 2 * PROBE)) -> list[Tensor]:
         """Logits at the last token of each pass between `edges`: by default a prefill, another pass, a decode step."""
-        ids = self._probe_ids()
-        buffer = KVBuffer(self.shape, 2 * PROBE)
-        steps = [self.forward(ids[:, start:stop], buffer) for start, stop in pairwise(edges)]
-        return torch.cat([step for step in steps if step is not None]).float()
+        ids, buffer = self._probe_ids()[0].tolist(), KVBuffer(self.shape, 2 * PROBE)
+        return [self._next(ids[start:stop], buffer) for start, stop in pairwise(edges)]
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Literal, NoReturn, cast
@@ -23,7 +22,6 @@ from kp_core.rope import Rope
 
 __all__ = ["LlamaModel"]
 
-_PACE_TOKENS = 128  # Tokens of the pass that is timed.
 _PROBE = 8  # Tokens of the first state, from which the layout is read.
 
 
@@ -99,14 +97,6 @@ class LlamaModel:
     ) -> Callable[[Tensor, int], int]:
         """See `sampler_of`."""
         return sampler_of(sampling, prompt_ids, self.device, constraint)
-
-    def seconds_per_token(self) -> float:
-        """Approximate seconds to prefill one token, measured by one pass."""
-        buffer = SequenceBuffer(self.context, self._layout, _PACE_TOKENS)
-        began = time.perf_counter()
-        self._behind(buffer, [0] * min(_PACE_TOKENS, self.max_positions), "last")
-        buffer.drop()
-        return (time.perf_counter() - began) / _PACE_TOKENS
 
     def _behind(self, buffer: KVBuffer, ids: Sequence[int], outputs: Literal["none", "last", "all"]) -> Tensor:
         size = self.context.batch_tokens

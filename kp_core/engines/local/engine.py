@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +22,7 @@ from kp_core.engines.local.tree import Node, PrefixTree
 from kp_core.errors import BusyError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.plan import Plan
+from kp_core.plan import Limit, Plan
 from kp_core.tools import Scores
 
 __all__ = ["LocalEngine"]
@@ -28,6 +30,7 @@ __all__ = ["LocalEngine"]
 _WINDOW = 256
 """Plans of `kv` examined together: enough to find several with the same prefix, few enough to hold in memory."""
 _MOST_TEXTS, _MOST_TOKENS = 16, 512  # Of one pass.
+_PACE_TOKENS = 128  # Tokens of the pass that is timed.
 
 
 class LocalEngine:
@@ -150,6 +153,22 @@ class LocalEngine:
         """Drop all KV that is neither pinned nor in use, and all idle buffers."""
         self.tree.clear()
         self.pool.clear()
+
+    def seconds_per_token(self) -> float:
+        """Approximate seconds to prefill one token, measured by one pass; NaN without room for it."""
+        tokens = min(_PACE_TOKENS, self.max_positions)
+        with self.pool.turn(Limit()):
+            buffer = self.pool.take(tokens, ())
+        if buffer is None:
+            return math.nan
+        try:
+            began = time.perf_counter()
+            logits = self.forward([0] * tokens, buffer)
+            if logits is not None:
+                logits.cpu()  # Waits for an accelerator.
+            return (time.perf_counter() - began) / tokens
+        finally:
+            self.pool.give(buffer)
 
     def free_memory(self) -> None:
         """Free what no request uses in the memory of the device."""
