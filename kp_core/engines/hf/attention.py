@@ -99,7 +99,7 @@ def tiled_attention(  # noqa: PLR0913 - the signature is that of transformers' A
     elif attention_mask is not None and attention_mask.ndim == 4:
         output = _placed(query, key, value, attention_mask, scaling, extra.get("kp_weights"))
     else:
-        output = _causal(query, key, value, scaling)
+        output = _by_mask(query, key, value, range(key.shape[2] - query.shape[2], key.shape[2]), scaling, Sees(), None)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -317,17 +317,6 @@ def _by_mask(  # noqa: PLR0913
     scores = (query @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale)).masked_fill(~visible, -torch.inf)
     scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)], dim=-1)
     return scores.softmax(dim=-1)[..., :-1].to(value.dtype) @ value
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Attention of the last tokens of a sequence, each over the tokens up to its own."""
-    new, tokens = query.shape[2], key.shape[2]
-    if new in (1, tokens):
-        return _sdpa(query, key, value, is_causal=new > 1, scale=scale, enable_gqa=True)
-    heads = query.shape[1]
-    key, value = (side.repeat_interleave(heads // side.shape[1], dim=1) for side in (key, value))
-    mask = torch.ones(new, tokens, dtype=torch.bool, device=query.device).tril(tokens - new)
-    return _sdpa(query, key, value, attn_mask=mask, scale=scale)
 
 
 def _placed(  # noqa: PLR0913
