@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,6 @@ __all__ = [
     "BufferLayer",
     "BufferPool",
     "CacheShape",
-    "Cancelled",
     "KVBuffer",
     "StateShape",
     "default_cache_bytes",
@@ -323,10 +323,6 @@ class KVBuffer:
         self.runs = [name for name, _ in held]
 
 
-class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
-    """The request was cancelled, or its time was up, before its prompt was prefilled."""
-
-
 class BufferPool:
     """Gives buffers to requests, from one byte budget that it shares with the prefix tree.
 
@@ -356,14 +352,14 @@ class BufferPool:
 
     @contextmanager
     def turn(self, limit: Limit) -> Iterator[None]:
-        """One request at a time, first come, first served. Raises `Cancelled` at `limit`, also while it waits."""
+        """One request at a time, first come, first served. Raises `CancelledError` at `limit`, also while it waits."""
         ticket = object()
         with self._changed:
             self._queue.append(ticket)
         try:
             while True:
                 if limit.is_set():
-                    raise Cancelled
+                    raise CancelledError
                 with self._changed:
                     if self._queue[0] is ticket:
                         break
@@ -411,14 +407,14 @@ class BufferPool:
     def wait(self, capacity: int, limit: Limit) -> None:
         """Wait until there is room for a buffer. Release the tree path before waiting.
 
-        Raises `CacheBudgetError` if there can be no room, and `Cancelled` at `limit`.
+        Raises `CacheBudgetError` if there can be no room, and `CancelledError` at `limit`.
         """
         size, start_time, has_warned = KVBuffer.bytes_for(self._shape, capacity), time.monotonic(), False
         with self._changed:
             while not self._has_room(size):
                 self.check(capacity, self._tree.held_bytes(pinned_only=True))
                 if limit.is_set():
-                    raise Cancelled
+                    raise CancelledError
                 if not has_warned and time.monotonic() > start_time + _LONG_S:
                     has_warned = True
                     logger.warning(

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kp_core.engines.base import CAPABILITIES, TokenStream
-from kp_core.engines.local.buffer import Cancelled, KVBuffer
+from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.fill import Run, attention, match, prefill
 from kp_core.engines.local.grammar import Grammars
 from kp_core.engines.local.model import Model
@@ -188,7 +189,7 @@ class LocalEngine:
         room, asks = len(plan.prompt) + plan.token_budget, plan.token_budget > 0
         try:
             run = self.scheduler.twice(lambda: prefill(self, plan, room, asks=asks, limit=stream.limit))
-        except Cancelled:
+        except CancelledError:
             stream.finish = "cancelled"
             return
         tokens: list[int] = []
@@ -231,7 +232,7 @@ class LocalEngine:
 
         try:
             stream.losses = self.scheduler.twice(scored)
-        except Cancelled:
+        except CancelledError:
             stream.finish = "cancelled"
             return
         yield from plan.forced

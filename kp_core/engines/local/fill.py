@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kp_core.compose import Composer, PacketComposer, SpliceComposer
-from kp_core.engines.local.buffer import Cancelled
 from kp_core.engines.local.scheduler import Decoding, let_go
 from kp_core.engines.local.tree import Path, PrefixTree
 from kp_core.errors import KVShapeError, PackNotFoundError
@@ -48,8 +48,8 @@ def prefill(  # noqa: PLR0913 - one keyword per thing a caller may ask for
     """Prefill the prompt of `plan` into a buffer for `capacity` tokens.
 
     With `asks`, the end of the prompt may be left to `Run.ask`, if it is short and other requests are computing.
-    Waits until the buffer fits into the budget. Raises `CacheBudgetError` if it can never fit, and `Cancelled` at
-    `limit`.
+    Waits until the buffer fits into the budget. Raises `CacheBudgetError` if it can never fit, and `CancelledError`
+    at `limit`.
     """
     # One prompt at a time, so that a second prompt with the same beginning finds the KV of the first.
     with engine.scheduler.coming(), engine.pool.turn(limit):
@@ -418,7 +418,7 @@ class Run:
 
     def _check_limit(self) -> None:
         if self._limit.is_set():
-            raise Cancelled
+            raise CancelledError
 
 
 def _stored(span: Span, plan: Plan) -> KnowledgePack | None:
