@@ -8,7 +8,7 @@ from typing import Any
 from kp_core.compose.auto import AutoComposer
 from kp_core.compose.base import Composer, ExactComposer, Region, placed
 from kp_core.compose.naive import NaiveComposer
-from kp_core.compose.packet import PacketComposer, Wrapper, laid_out, load_wrapper, save_wrapper
+from kp_core.compose.packet import PacketComposer, laid_out
 from kp_core.compose.select import SelectComposer
 from kp_core.compose.splice import SpliceComposer
 from kp_core.errors import OptionError
@@ -22,12 +22,9 @@ __all__ = [
     "Region",
     "SelectComposer",
     "SpliceComposer",
-    "Wrapper",
     "composer_of",
     "laid_out",
-    "load_wrapper",
     "placed",
-    "save_wrapper",
 ]
 
 _NAMED: Mapping[str, Callable[..., Composer]] = {

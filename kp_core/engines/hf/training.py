@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kp_core.compose.packet import Wrapper, read_signed, save_wrapper, write_signed
+from kp_core.compose.packet import PacketComposer, read_signed, write_signed
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.session import Session
 from kp_core.errors import ShortTextError, UnsupportedRequestError, WrapperError
@@ -308,7 +308,7 @@ def train_wrapper(  # noqa: PLR0913
     minutes: float | None = None,
     about: str = "",
     progress: bool = True,
-) -> Wrapper:
+) -> PacketComposer:
     """Train soft tokens for the model of `session` on `documents`, and write them to `out`.
 
     A checkpoint beside `out` is written after each step and deleted at the end. The same call resumes from it and gives
@@ -323,7 +323,7 @@ def train_wrapper(  # noqa: PLR0913
 @torch.no_grad()
 def wrapper_scores(  # noqa: PLR0913
     session: Session,
-    wrapper: Wrapper,
+    wrapper: PacketComposer,
     documents: Documents,
     counts: Sequence[int],
     questions: int,
@@ -385,7 +385,7 @@ class _Training:
         self._rate = settings.rate * spread
         self._held = cache(lambda number: self._teach("held", number))
 
-    def run(self, minutes: float | None, about: str, progress: bool) -> Wrapper:  # noqa: FBT001
+    def run(self, minutes: float | None, about: str, progress: bool) -> PacketComposer:  # noqa: FBT001
         """Train to the end, or for `minutes`, and write the wrapper."""
         settings, tensors, looks = self._settings, self._tensors, self._looks
         began, before = time.monotonic(), self._seconds
@@ -420,8 +420,8 @@ class _Training:
             "torch": torch.__version__,
         }
         header, trailer = tensors["best"].tensor_split(2)
-        wrapper = Wrapper(header, trailer, self._session.fingerprint, record)
-        save_wrapper(wrapper, self._out)
+        wrapper = PacketComposer(header, trailer, self._session.fingerprint, record)
+        wrapper.save(self._out)
         if self._is_done():
             self._file.unlink(missing_ok=True)
         return wrapper

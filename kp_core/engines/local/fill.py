@@ -303,9 +303,9 @@ class Run:
         """A wrapped pack with its KV: read from the store, or compiled now and kept there."""
         kv = self.plan.kept.read(span.start, span.stop) if self.plan.kept else None
         if kv is None:
-            before, ids, wrapper = span.pack.prefix.token_ids, composer.unwrapped(span.pack), composer.wrapper
+            before, ids = span.pack.prefix.token_ids, composer.unwrapped(span.pack)
             with self._engine.scheduler.prefill(len(before) + len(span)):
-                kv = self._model.forward_soft(before, wrapper.header, ids, wrapper.trailer)
+                kv = self._model.forward_soft(before, composer.header, ids, composer.trailer)
             self.computed += len(span)
             if self.plan.kept and find_handles(span.handle):
                 self.plan.kept.take(span.start, span.stop, kv.to("cpu"))

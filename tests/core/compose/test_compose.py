@@ -14,7 +14,7 @@ from kp_core import (
     SpliceComposer,
     compose,
 )
-from kp_core.compose import Composer, Wrapper, composer_of
+from kp_core.compose import Composer, composer_of
 from kp_core.errors import KVShapeError, OptionError
 from kp_core.testing import ARCHITECTURES, check_composer
 from tests.composers import Firsts
@@ -58,7 +58,7 @@ COMPOSERS = [
     NaiveComposer(),
     Scaled(0.5),
     SpliceComposer(),
-    Anywhere(Wrapper(SOFT[:2], SOFT[2:], ModelFingerprint.unknown())),
+    Anywhere(SOFT[:2], SOFT[2:], ModelFingerprint.unknown()),
     Firsts(0.3),
     Firsts(1),
 ]
