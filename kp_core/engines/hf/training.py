@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -213,14 +213,8 @@ class Samples:
         return question, tuple(ids[: self._settings.answer]) or None
 
 
-@dataclass(frozen=True)
-class Taught:
-    """A sample with its answer, the teacher's logits for it, `(answer, vocabulary)`, and the KV before the packets."""
-
-    sample: Sample
-    answer: tuple[int, ...]
-    logits: Tensor
-    before: KVTensors
+Taught: TypeAlias = tuple[Sample, Tensor, KVTensors]
+"""A sample with its answer, the teacher's logits for it, `(answer, vocabulary)`, and the KV before the packets."""
 
 
 @torch.no_grad()
@@ -228,39 +222,39 @@ def teach(model: CausalModel, sample: Sample, most: int) -> Taught:
     """Run the teacher on `sample` and its answer; without one, on a greedy answer of at most `most` tokens."""
     past, logits = _run(model, _embedded(model, sample.prompt), None, 1)
     before, answer_logits = past.slice(0, sample.begin).clone(), [logits]
-    if sample.answer is not None:
-        answer = sample.answer
-        if answer[1:]:
-            answer_logits.append(_run(model, _embedded(model, answer[:-1]), past, len(answer) - 1)[1])
-        return Taught(sample, answer, torch.cat(answer_logits), before)
+    if sample.answer:
+        if rest := sample.answer[:-1]:
+            answer_logits.append(_run(model, _embedded(model, rest), past, len(rest))[1])
+        return sample, torch.cat(answer_logits), before
     generated = [int(logits[-1].argmax())]
     while len(generated) < most and generated[-1] not in model.end_tokens:
         past, logits = _run(model, _embedded(model, generated[-1:]), past, 1)
         answer_logits.append(logits)
         generated.append(int(logits[-1].argmax()))
-    return Taught(sample, tuple(generated), torch.cat(answer_logits), before)
+    return replace(sample, answer=tuple(generated)), torch.cat(answer_logits), before
 
 
 def divergence(model: CausalModel, taught: Taught, soft: Tensor) -> Tensor:
     """Mean KL per token of the answer, in nats; `soft` is header and trailer, `(2 * soft tokens, hidden)`."""
-    expected = taught.logits.float().log_softmax(-1)
+    expected = taught[1].float().log_softmax(-1)
     actual = student(model, taught, soft).float().log_softmax(-1)
     return (expected.exp() * (expected - actual)).sum(-1).mean()
 
 
 def student(model: CausalModel, taught: Taught, soft: Tensor) -> Tensor:
     """The student's logits for the tokens of the answer, `(answer, vocabulary)`."""
-    sample, prefix = taught.sample, taught.sample.prefix
+    sample, _, before = taught
+    answer, prefix = sample.answer or (), sample.prefix
     header, trailer = soft.to(model.network.get_input_embeddings().weight.dtype).tensor_split(2)
-    parts, at = [taught.before], sample.begin
+    parts, at = [before], sample.begin
     for ids in sample.packets:
         # One at a time: a batch would pad all documents to the longest.
         inputs = torch.cat([header, _embedded(model, ids), trailer])
-        kv, _ = _run(model, inputs, taught.before.slice(0, prefix), 0)
+        kv, _ = _run(model, inputs, before.slice(0, prefix), 0)
         parts.append(model.rope.move(kv.slice(prefix, kv.tokens), at - prefix))
         at += len(inputs)
-    tail = _embedded(model, (*sample.behind, *taught.answer[:-1]))
-    return _run(model, tail, KVTensors.concat(parts), len(taught.answer))[1]
+    tail = _embedded(model, (*sample.behind, *answer[:-1]))
+    return _run(model, tail, KVTensors.concat(parts), len(answer))[1]
 
 
 @torch.no_grad()
