@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -33,13 +33,12 @@ from kp_core.tools import (
 )
 
 __all__ = [
-    "AnswerText",
     "AsyncStream",
     "Generation",
     "Prefill",
     "Stream",
     "Usage",
-    "WithoutHandles",
+    "VisibleText",
     "check_time",
     "grammar_of",
     "in_thread",
@@ -155,7 +154,8 @@ def read_answer(
 
     Each piece has the log-probabilities of new tokens, if the stream has any; the last piece may have nothing else.
     """
-    parts, text = _readers(plan, template, tokenizer, request)
+    parts, decode = _readers(plan, template, tokenizer, request)
+    text = VisibleText(request.stop)
     tokens, ttft = list[int](), 0.0
     names, logprobs = TokenNames(tokenizer), list[TokenLogprob]()
 
@@ -171,7 +171,7 @@ def read_answer(
             ttft = ttft or stream.limit.spent
             if stream.finish == "stop":
                 break
-            yield from told(parts.push(text.push(token)))
+            yield from told(parts.push(text.push(decode(token))))
             if text.stopped:
                 break
             check_time(stream.limit, len(tokens))
@@ -200,8 +200,13 @@ def _readers(
     template: ChatTemplate,
     tokenizer: Any,  # noqa: ANN401
     request: Request,
-) -> tuple[AnswerReader | HarmonyReader, AnswerText]:
-    """What tells the parts of an answer from one another, and what decodes its tokens."""
+) -> tuple[AnswerReader | HarmonyReader, Callable[[int], str]]:
+    """What tells the parts of an answer from one another, and what decodes its tokens one by one.
+
+    Of special tokens, only the marks of calls and thoughts have text.
+    """
+    from tokenizers.decoders import DecodeStream
+
     form, thought = template.tool_format, template.thought
     tools = {tool.name: tool.parameters for tool in request.shape.callable}
     is_harmony = form is HARMONY
@@ -215,7 +220,8 @@ def _readers(
         # `<|channel>thought` is a special token and then a word.
         markers += tuple(match[0] for mark in thought if (match := re.match(r"<[^<>]*>|\[[^\[\]]*\]", mark)))
     kept = {token: marker for marker in markers if (token := _special(tokenizer, marker)) is not None}
-    return parts, AnswerText(tokenizer, request.stop, kept)
+    decoder, backend = DecodeStream(skip_special_tokens=True), tokenizer.backend_tokenizer
+    return parts, lambda token: kept.get(token) or decoder.step(backend, token) or ""
 
 
 def _special(tokenizer: Any, marker: str) -> int | None:  # noqa: ANN401
@@ -227,17 +233,25 @@ def _special(tokenizer: Any, marker: str) -> int | None:  # noqa: ANN401
     return None
 
 
-class WithoutHandles:
-    """Removes handles from a text that comes in pieces. Holds back text that may still become a handle."""
+class VisibleText:
+    """Text that comes in pieces: without handles, and ended at a string of `stop`; holds back what may become one."""
 
-    def __init__(self) -> None:
-        self._before = self._held = ""
+    def __init__(self, stop: Sequence[str] = ()) -> None:
+        self._stop, self._before, self._held = tuple(stop), "", ""
+        self.stopped = False
+        """Whether a stop string was found."""
 
     def push(self, piece: str) -> str:
         """The text that is certain after `piece`; may be empty."""
         self._held += piece
+        positions = [at for at in map(self._held.find, self._stop) if at >= 0]
+        if positions:
+            self._held, self.stopped = self._held[: min(positions)], True
+            return self.flush()
         match = _MAYBE_HANDLE.search(self._held)
-        return self._give(match.start() if match else len(self._held))
+        until = match.start() if match else len(self._held)
+        may_stop = (at for at in range(until) if any(stop.startswith(self._held[at:]) for stop in self._stop))
+        return self._give(next(may_stop, until))
 
     def flush(self) -> str:
         """All text that was held back; call it at the end."""
@@ -248,48 +262,6 @@ class WithoutHandles:
         stripped = strip_handles(self._before + self._held[:until])[len(self._before) :]
         self._before, self._held = (self._before + stripped)[-2:], self._held[until:]
         return stripped
-
-
-class AnswerText:
-    """Decodes an answer token by token, ends it at a stop string, and removes handles.
-
-    Holds back text that may still become a stop string or a handle. Removes special tokens, except those in `kept`,
-    which become the text given there.
-    """
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str], kept: Mapping[int, str] | None = None) -> None:  # noqa: ANN401
-        from tokenizers.decoders import DecodeStream
-
-        self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._stop, self._kept = tuple(stop), dict(kept or {})
-        self._held, self._handles = "", WithoutHandles()
-        self.text = ""
-        """The text returned so far."""
-        self.stopped = False
-        """Whether a stop string was found."""
-
-    def push(self, token: int) -> str:
-        """The text that is certain after `token`; may be empty."""
-        self._held += self._kept.get(token) or self._stream.step(self._backend, token) or ""
-        if self._stop:
-            positions = [at for at in map(self._held.find, self._stop) if at >= 0]
-            if positions:
-                self._held, self.stopped = self._held[: min(positions)], True
-                return self.flush()
-        may_stop = (at for at in range(len(self._held)) if any(stop.startswith(self._held[at:]) for stop in self._stop))
-        until = next(may_stop, len(self._held))
-        certain, self._held = self._held[:until], self._held[until:]
-        return self._give(self._handles.push(certain))
-
-    def flush(self) -> str:
-        """All text that was held back; call it at the end of the answer."""
-        held_back, self._held = self._held, ""
-        return self._give(self._handles.push(held_back) + self._handles.flush())
-
-    def _give(self, piece: str) -> str:
-        self.text += piece
-        return piece
 
 
 def usage_of(plan: Plan, stream: TokenStream, completion: int, ttft: float) -> Usage:
