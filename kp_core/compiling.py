@@ -59,11 +59,11 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
 ) -> list[Handle | None]:
     """Compile `facts` into `store` for the position `compiled_for`; returns the handles of their packs.
 
-    A pack is in the namespace of its fact, or in `namespace` if the fact has none of its own. Each pack is stored as
-    soon as it is compiled, and packs already stored for this model and position are skipped, so an interrupted run
-    continues where it stopped. `lazy` packs are computed on first use. With `compress="int8"` or `accept`, packs that
-    this model made in other numerics count as stored, too. A text too short to have a token of its own, or too long for
-    the model, has no pack: its handle is `None`, and a warning names it. Raises `PackError` for an unknown `compress`.
+    A fact without a namespace goes to `namespace`. Each pack is stored as soon as it is compiled, and packs already
+    stored for this model and position are skipped. `lazy` packs are computed on first use. With `compress="int8"` or
+    `accept`, packs that this model made in other numerics count as stored, too. A text too short to have a token of its
+    own, or too long for the model, has no pack: its handle is `None`, and a warning names it. Raises `PackError` for an
+    unknown `compress`.
     """
     check_compression(compress)
     facts = [fact.moved(namespace) for fact in facts]
@@ -113,8 +113,7 @@ def find_compiled(  # noqa: PLR0913 - as `compile_facts`
 ) -> tuple[dict[tuple[str, str], Handle], dict[tuple[str, str], KnowledgePack]]:
     """The handles of the units whose packs need no compiling, and the stored packs of others, by namespace and text.
 
-    Looks up each pack once, and tokenises only a text that has tokens in common with its prefix. If there are very many
-    packs, it looks up a sample. If the sample is right, the rest is assumed to be; a search looks them up.
+    Of very many packs, it looks up a sample. If the sample is right, the rest is assumed to be; a search looks them up.
     """
     handles = {(unit.namespace, unit.text): store.handle(unit.text, unit.namespace) for unit in units}
     if len(handles) > _LOOKED_AT:

@@ -55,17 +55,15 @@ class Delivery:
     """Delivers `facts` as packs in `store` (or its path), compiled by `engine` for the position `compiled_for`.
 
     `unit`: `fact` is one fact; `bank` all facts of a bank, one per line, in the order they were added; `document` all
-    facts of one source in that order (a fact without a source is its own document). A unit's pack is in the namespace
-    of its facts, and no unit crosses namespaces. Searches are limited to `namespace`; `None` is all of them. `kv`:
-    `stored` stores the KV of packs. `lazy` stores only text and tokens; use it if the store is slower than the model.
-    `compress` is how KV is stored (see `KnowledgePack.compressed`). With `accept`, packs of this model in other
-    numerics, such as int8, are not made again; requests must then say `mismatch="accept"`. A unit that is found without
-    a pack is compiled before the search returns (`precompile="now"`); with `"idle"` it goes as text and is compiled
-    when the engine is idle, so that no question waits. Without an `engine`, packs are only looked up. Without `facts`,
-    only `deliver` works.
+    facts of one source in that order (a fact without a source is its own document). No unit crosses namespaces.
+    Searches are limited to `namespace`; `None` is all of them. `kv`: `stored`, or `lazy` for only text and tokens, if
+    the store is slower than the model. `compress` is how KV is stored (see `KnowledgePack.compressed`). With `accept`,
+    packs of this model in other numerics, such as int8, are not made again; requests must then say `mismatch="accept"`.
+    A unit that is found without a pack is compiled before the search returns; with `precompile="idle"` it goes as text
+    and is compiled when the engine is idle. Without an `engine`, packs are only looked up, and a unit without a pack
+    goes as text, with a warning. Without `facts`, only `deliver` works.
 
-    A unit without a pack goes as text, with a warning. Raises `FactError` for an unknown unit, kv, compress or
-    precompile, `HandleError` for an invalid namespace.
+    Raises `FactError` for an unknown unit, kv, compress or precompile, `HandleError` for an invalid namespace.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per part it is made of
@@ -101,8 +99,7 @@ class Delivery:
     def add(self, facts: Iterable[Fact], *, overwrite: bool = False, progress: bool = True) -> Added:
         """Add `facts` (those without a namespace to this one) and compile their units.
 
-        Units larger than a fact are compiled if they contain new facts, which may regroup others. With `overwrite` (see
-        `FactStore.add`), packs of replaced texts are deleted.
+        With `overwrite` (see `FactStore.add`), packs of replaced texts are deleted.
         """
         self._compiler  # noqa: B018 - missed before anything is stored
         facts = [fact.moved(self.namespace) for fact in facts]
@@ -130,10 +127,9 @@ class Delivery:
     def edit(self, fact_id: str, old: str, new: str, *, how: How = "amend") -> Fact:
         """Correct a fact: replace the statement `old` by `new` (see `kp_core.edit`). Returns the corrected fact.
 
-        Its pack is the edited one, and searches return its handle from now on. The pack of the old text keeps its own
-        handle until `gc`. A unit of several facts is compiled anew, only with `how="rebuild"`. Raises `FactError` for
-        other ways there, and for an unknown fact; `PackError` if the fact does not contain the statement exactly once,
-        and if packs are lazy (`kv`).
+        Searches return the handle of the edited pack from now on; that of the old text stays until `gc`. A unit of
+        several facts is compiled anew, only with `how="rebuild"`. Raises `FactError` for other ways there, and for an
+        unknown fact; `PackError` if the fact does not contain the statement exactly once, and if packs are lazy.
         """
         fact = self.facts.get(fact_id, namespace=self.namespace)
         if self.unit != "fact":
@@ -188,8 +184,7 @@ class Delivery:
         """Delete packs of single facts or documents that have changed or are gone; returns their handles.
 
         `texts` is called with these packs (`provenance["id"]` is the id of the document) and returns the texts that
-        still exist. It is called after the packs were listed, so a pack that others add meanwhile stays. If it raises,
-        nothing is deleted.
+        still exist. A pack that others add meanwhile stays. If it raises, nothing is deleted.
         """
         packs = {handle: pack for handle, pack in self.compiled().items() if pack.provenance["unit"] == "fact"}
         live = {content_id(text) for text in texts(packs)}
@@ -264,10 +259,7 @@ class Delivery:
         )
 
     def refuse_unreadable(self, facts: Iterable[Fact]) -> None:
-        """Raise `PackError` for a text longer than half of the model's context: requests that find it would fail.
-
-        Computes no KV. Meant for texts from strangers and models.
-        """
+        """Raise `PackError` for a text longer than half of the model's context: requests that find it would fail."""
         engine = self._compiler
         limit = engine.max_positions // 2
         settings: dict[str, Any] = {"compiled_for": self.compiled_for, "lazy": True, "progress": False}

@@ -141,8 +141,7 @@ class Plan:
     below: Plan | None = None
     """For a steered prompt: the plain plan up to the end of its first steered region, which follows plain KV."""
     wanted: tuple[int, int] = (0, 0)
-    """The token range whose KV `Engine.kv` returns. Regions provide it as far as they go; the rest is computed behind
-    them."""
+    """The token range whose KV `Engine.kv` returns; what no region provides is computed."""
     reuse: bool = True
     choice: str = field(default="", compare=False)
     """The composer that `composer="auto"` took, and why."""
@@ -180,8 +179,7 @@ def plan_regions(
 ) -> tuple[Region, ...]:
     """Divide a prompt into regions, in order: `packs` use their own KV, `composed` spans their composer.
 
-    With `steered` regions, all packs are computed. In and behind a steered region, KV follows changed KV; the KV before
-    it comes from a plan without steering (`Plan.below`).
+    With `steered` regions, all packs are computed; the KV before the first comes from a plain plan (`Plan.below`).
     """
     planned = steered or [
         Region(span.start, span.stop, "composed" if composer else "pack", (span,), composer)
@@ -226,9 +224,8 @@ def plan_steered(
     """Return the steered regions of `prompt`, in order, for its steered packs and for `steering` and `scope`.
 
     Without `scope`, the system head is steered, with its packs; but only the packs if some stand elsewhere or have a
-    steering of their own. Parts of one message form one region: all are computed, then all are steered. When
-    `answering`, the last token of the prompt is in no region. It is computed behind the steered KV, so the first token
-    of the answer sees the steering.
+    steering of their own. Parts of one message form one region. When `answering`, the last token of the prompt is in no
+    region, so the first token of the answer sees the steering.
 
     Raises `SteeringError` if the prompt lacks the scope, if two steerings would overlap, and for key deltas on more
     than one position.

@@ -44,8 +44,7 @@ MEMBERS = {
 class TokenStream:
     """The tokens of one answer as they are generated, and their cost so far.
 
-    Iterating prefills and generates; `close` stops and releases the memory. `tokens` is called with this stream,
-    returns the iterator, and may set the attributes of the stream.
+    `tokens` is called with this stream, returns the iterator, and may set the attributes of the stream.
     """
 
     def __init__(self, tokens: Callable[[TokenStream], Iterator[int]]) -> None:

@@ -76,15 +76,12 @@ class Planner:
         tokens: int | None = None,
         learn: bool = True,
     ) -> tuple[Plan, Learned, Plan | None]:
-        """The plan of one request, and what to compute for later ones when the engine is idle.
-
-        Besides the plan, returns the packs to compile and, with `upgrade="background"`, the exact plan in place of one
-        with composed packs.
+        """The plan of one request; the packs to compile when the engine is idle; and the exact plan for an `upgrade`.
 
         The answer may take `tokens` tokens, by default as many as the request allows. Without `learn`, recognised texts
-        and kept KV are not counted as met.
-        Raises `PromptError` and its subclasses, `PackNotFoundError` (`unresolved="error"`), `FingerprintMismatchError`
-        for packs, steerings and wrappers of another model, and `SteeringError`.
+        and kept KV are not counted as met. Raises `PromptError` and its subclasses, `PackNotFoundError`
+        (`unresolved="error"`), `FingerprintMismatchError` for packs, steerings and wrappers of another model, and
+        `SteeringError`.
         """
         view = request.view
         if view is not None:
@@ -171,8 +168,7 @@ class Planner:
     ) -> Plan:
         """The plan for the KV of `token_ids` after `prefix`, which contains the packs `before`.
 
-        All other tokens of the prefix belong to `namespace`, because its last token may contain the beginning of a
-        pack.
+        All other tokens belong to `namespace`, because the last one may contain the beginning of a pack.
         """
         ids = (*prefix.token_ids, *token_ids)
         prompt, regions = Prompt(ids, as_text=tuple(before), owner=namespace), plan_regions(Prompt(prefix.token_ids))
@@ -183,8 +179,8 @@ class Planner:
     ) -> tuple[Plan, Learned]:
         """The plan that prefills `prompt` unsteered, and the packs to compile for later requests.
 
-        Decides where the KV of each pack comes from. A recognised pack without KV for its position is computed as text;
-        from the second time on, it is also compiled for that position. With a steering, recognised packs are text.
+        A recognised pack without KV for its position is computed as text; from the second time on, it is also compiled
+        for that position. With a steering, recognised packs are text.
         """
         packs, composed, learned = set[Span](), dict[Span, Composer](), list[tuple[KnowledgePack, Plan]]()
         spans, text_spans = list[Span](), list[Span]()
@@ -296,10 +292,9 @@ class Planner:
             return was_met
 
     def _kept(self, plan: Plan, request: Request, *, learn: bool) -> KeptKV | None:
-        """The kept KV for `plan`; with `learn`, also the parts that this request must keep.
+        """The kept KV for `plan`; with `learn`, also the parts that this request must keep. `None` if none can be kept.
 
-        `None` if nothing can be kept: without a store that keeps KV, without reuse, with `keep="never"`, or for a
-        steered prompt. Raises `OptionError` for a `keep_in` that the view may not read.
+        Raises `OptionError` for a `keep_in` that the view may not read.
         """
         view = request.view
         if view is None:
@@ -324,7 +319,7 @@ class Planner:
         return kept if kept.keys else None
 
     def _kept_keys(self, plan: Plan, request: Request, view: PackView) -> Iterator[tuple[tuple[int, int], KeptEntry]]:
-        """The key of each pack that is not read from its own entry, by the part `start:stop` of the prompt.
+        """The key of each pack that is not read from its own entry, by its part of the prompt.
 
         A short text between two packs belongs to the part of the second one.
         """
@@ -371,10 +366,7 @@ class Planner:
         return keys
 
     def _behind_words(self, prompt: Prompt) -> dict[Span, bool]:
-        """For each pack, whether words of the conversation precede it.
-
-        The template, other packs and white space do not count as words.
-        """
+        """For each pack, whether words precede it: other text than that of the template, packs and white space."""
         by_span, has_words = dict[Span, bool](), False
         for at, span in enumerate(prompt.spans):
             if at:

@@ -1,7 +1,4 @@
-"""Conversations on any engine: makes plans from messages, runs them, and returns answers with their cost.
-
-A `Session` also answers many conversations at once.
-"""
+"""Conversations on any engine: makes plans from messages, runs them, and returns answers with their cost."""
 
 from __future__ import annotations
 
@@ -71,10 +68,10 @@ _PACED = 256  # Shorter prefills do not count for the pace, because the fixed co
 class Session:
     """Does everything with an engine: builds packs, and answers, explains and measures conversations.
 
-    `template` is by default the chat template of the engine's tokenizer. `probe` measures the seconds that prefilling
-    one token takes; `explain` uses it until a request has computed enough tokens to measure this. Options of a request
-    are those of `Request`, by name. Unknown options raise `OptionError`, and options that the engine does not support
-    raise `UnsupportedRequestError`, both at the call. Several threads may use one session.
+    `template` is by default that of the engine's tokenizer. `probe` measures the seconds that prefilling one token
+    takes; `explain` uses it until requests have shown it. Options of a request are those of `Request`, by name. Unknown
+    options raise `OptionError`, and options that the engine does not support raise `UnsupportedRequestError`, both at
+    the call. Several threads may use one session.
     """
 
     def __init__(
@@ -123,7 +120,6 @@ class Session:
         return cast("LocalEngine", self.engine).attention(plan, layers)
 
     def _found(self, plan: Plan) -> int:
-        """How many tokens of a prompt, from the first on, are in memory."""
         return self._cache("found").found(plan) if "cache" in self.engine.supports and plan.reuse else 0
 
     def generate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401 - of `Request`
@@ -158,7 +154,6 @@ class Session:
         """Answers many conversations, `at_once` at a time. Yields each key with its answer when it is complete.
 
         A request is a conversation as `generate` takes it, or a mapping of `messages` and the request's own options.
-        Requests are sorted by their beginnings, prefilled one after the other, and decoded together if the engine can.
         `done` are keys to skip, such as those of an interrupted run. `options` are those of `generate`, for all
         requests. An error in one request ends the run. Leaving the loop ends the requests under way.
         """
@@ -196,10 +191,7 @@ class Session:
         return Prefill(stream.first_logits, usage_of(plan, stream, 0, limit.spent), plan.prompt)
 
     def explain(self, messages: Sequence[Message] | str, **options: Any) -> Explanation:  # noqa: ANN401
-        """What `generate` would do with this request, as a table of regions. It makes the plan and does not run it.
-
-        With `select`, making the plan takes one pass of the question.
-        """
+        """What `generate` would do with this request, as a table of regions. With `select`, it looks for packs."""
         plan = self._plan(messages, Request.of(options), learn=False)
         tokens, seconds = self._pace
         pace = seconds / tokens if tokens else self._probe()
@@ -208,10 +200,7 @@ class Session:
         return explain(plan, self._found(plan), pace, state_bytes, is_bitwise=is_bitwise)
 
     def perplexity(self, messages: Sequence[Message] | str, answer: str, **options: Any) -> float:  # noqa: ANN401
-        """Perplexity per token of `answer` to a conversation; 1.0 for an answer without tokens.
-
-        Raises as `generate`.
-        """
+        """Perplexity per token of `answer` to a conversation; 1.0 without tokens. Raises as `generate`."""
         self._need("losses", "the likelihood of a given answer")
         tokens = tuple(self.tokenizer.encode(answer, add_special_tokens=False))
         if not tokens:
@@ -253,12 +242,11 @@ class Session:
         compress: Compression = "none",
         progress: bool = True,
     ) -> Iterator[KnowledgePack]:
-        """The packs of `texts`, in order and one at a time, so that memory does not limit their number.
+        """The packs of `texts`, in order and one at a time, each with the same bits as from `build_pack`.
 
-        Each has the same bits as from `build_pack`. On a server all packs are lazy, and the server compiles them on
-        first use. A text that is too short for a token of its own, or longer than the model's positions (checked before
-        any of it is computed), is left out and passed to `on_short`; without `on_short`, its error is raised. A
-        progress bar appears after one second.
+        On a server all packs are lazy, and the server compiles them on first use. A text that is too short for a token
+        of its own, or longer than the model's positions, is left out and passed to `on_short`; without `on_short`, its
+        error is raised.
         """
         lazy = lazy or self.is_lazy
         self._need("kv", "building packs", needed=not lazy)
@@ -377,7 +365,7 @@ class Session:
         return replace(plan, grammar=grammar, opened=opened, forced=forced)
 
     def _prefill_steps(self, plan: Plan) -> Iterator[None]:
-        """Prefill `plan` in short steps, so that a request that arrives meanwhile waits for one step at most."""
+        """Prefill `plan` in short steps, for one of which a request that arrives meanwhile waits."""
         for stop in range(_STEP_TOKENS, len(plan.prompt) + _STEP_TOKENS, _STEP_TOKENS):
             for _token in self.engine.run(plan.until(stop)):
                 pass

@@ -62,7 +62,7 @@ class StateShape:
 class CacheShape:
     """The shape of a model's cache: `(kv_heads, key_dim, value_dim)` per layer, its dtype and device, and its states.
 
-    `devices` has one device per layer; it is empty when all layers are on `device`.
+    `devices` has one device per layer, or none when all are on `device`.
     """
 
     layers: tuple[tuple[int, int, int], ...]
@@ -117,19 +117,17 @@ class BufferLayer:
     @property
     def keys(self) -> Tensor:
         """Keys, when all have arrived."""
-        self.arrive()
-        return self.memory[0]
+        return self._arrived(0)
 
     @property
     def values(self) -> Tensor:
         """Values, when all have arrived."""
-        self.arrive()
-        return self.memory[1]
+        return self._arrived(1)
 
-    def arrive(self) -> None:
-        """Wait for the copies that are under way."""
+    def _arrived(self, side: int) -> Tensor:
         while self.arrivals:
             self.arrivals.pop(0)()
+        return self.memory[side]
 
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Append the new tokens."""
@@ -220,10 +218,7 @@ class KVBuffer:
         return not self.states or self._states_at == self.length
 
     def passed(self, length: int) -> None:
-        """Record that a forward pass brought tokens and states to `length`.
-
-        Models with only recurrent layers need this call, because they write no keys.
-        """
+        """Record that a forward pass brought tokens and states to `length`; some models write no keys."""
         for layer in self.layers:
             layer.length = length
         self._states_at = length
@@ -285,10 +280,7 @@ class KVBuffer:
 
     @torch.inference_mode()
     def read(self, start: int, stop: int) -> KVTensors:
-        """A compact copy of the tokens `start:stop`, with the states if `stop` is the end.
-
-        Torch refuses to write to its tensors.
-        """
+        """A compact copy of the tokens `start:stop`, with the states if `stop` is the end."""
         states = tuple(state[0] for state in self.states) if stop == self.length and self.has_states else ()
         kv = self.view_of(start, stop)
         return KVTensors(kv.keys, kv.values, states).clone()
@@ -326,10 +318,9 @@ class KVBuffer:
 class BufferPool:
     """Gives buffers to requests, from one byte budget that it shares with the prefix tree.
 
-    `budget_bytes` covers buffers in use, idle buffers, and the tree, which gets the rest. The pool keeps two idle
-    buffers, or as many as take a quarter of the budget, because new memory costs several times as much as filling it.
-    To make room for a new buffer, it frees idle buffers, then the least recently used KV of the tree. A request that
-    does not fit beside those under way waits.
+    `budget_bytes` covers buffers in use, idle buffers, and the tree. The pool keeps two idle buffers, or as many as
+    take a quarter of the budget, because new memory costs several times as much as filling it. To make room, it frees
+    idle buffers, then the least recently used KV of the tree. A request that does not fit waits.
     """
 
     def __init__(self, shape: CacheShape, tree: PrefixTree, budget_bytes: int) -> None:
@@ -385,7 +376,7 @@ class BufferPool:
     def take(self, capacity: int, held: Sequence[tuple[Name, KVTensors]]) -> KVBuffer | None:
         """A buffer for at least `capacity` tokens, filled with the KV that a path `held`; `None` without room now.
 
-        Takes the large enough idle buffer that already holds most of that KV, or allocates one.
+        It is an idle buffer that holds most of that KV, or a new one.
         """
         with self._changed:
             fitting = [buffer for buffer in self._waiting if buffer.capacity >= capacity]
@@ -455,7 +446,7 @@ class BufferPool:
             self._share()
 
     def _has_room(self, size: int) -> bool:
-        """Make room for `size` bytes: free idle buffers, then evict from the tree. Returns whether there is room."""
+        """Make room for `size` bytes: free idle buffers, then evict. Returns whether there is room."""
         room = self.budget_bytes - self.used - size
         if room < self.nbytes + self._tree.nbytes and room < self._tree.held_bytes():
             return False  # Freeing would not be enough, so nothing is freed.
@@ -481,8 +472,5 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def default_cache_bytes(device: torch.device, memory: int, free: int) -> int:
-    """Default budget of all KV, in bytes: on a GPU three quarters of what is `free` beside the weights.
-
-    Elsewhere a quarter of the `memory`, which other programs share.
-    """
+    """Default budget of all KV in bytes: three quarters of what is `free` on a GPU, else a quarter of the `memory`."""
     return max(0, free * 3 // 4) if device.type == "cuda" else memory // 4

@@ -38,12 +38,10 @@ class LocalEngine:
     """Runs plans with a `Model`. It has all capabilities that the model allows.
 
     `identity` gives the fingerprint, and may take seconds. `check` is called before each request, and raises when the
-    model has changed. After `renew`, both go by the model as it is then. `cache_bytes` is the budget for all KV in
-    the memory of the device: the buffers of requests and the prefix tree. What the tree evicts moves to host memory,
-    up to `host_cache_bytes`, unless layers are on several devices. `pass_tokens` is the most tokens of one pass.
-
-    Several threads may call it. Prompts are prefilled one at a time, first come, first served. Answers are decoded
-    together or in turns. A request that does not fit into the budget beside the answers under way waits for them.
+    model has changed. After `renew`, both go by the model as it is then. `cache_bytes` is the budget for all KV on the
+    device: the buffers of requests and the prefix tree. What the tree evicts moves to host memory, up to
+    `host_cache_bytes`, unless layers are on several devices. `pass_tokens` is the most tokens of one pass. Several
+    threads may call it.
     """
 
     def __init__(  # noqa: PLR0913 - what it is made of
@@ -238,10 +236,7 @@ class LocalEngine:
         yield from plan.forced
 
     def _losses(self, run: Run, tokens: Sequence[int]) -> list[float]:
-        """The negative log-probability of each of `tokens` after `run`.
-
-        Appends the KV of all of them but the last to the buffer.
-        """
+        """The negative log-probability of each of `tokens` after `run`."""
         if run.logits is None:
             raise AssertionError("a prefilled prompt has logits")
         ids = torch.tensor([tokens], device=self.model.device)
@@ -253,10 +248,7 @@ class LocalEngine:
         return [float(loss) for loss in token_losses]
 
     def forward(self, ids: Sequence[int], buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
-        """Run `ids` after the tokens in `buffer`, and append their KV. Threads take turns.
-
-        Returns the logits after the last token, `(vocabulary,)`; without `logits`, returns `None`.
-        """
+        """Run `ids` behind the tokens in `buffer`. With `logits`, returns the last ones, `(vocabulary,)`."""
         with self.scheduler.prefill(len(ids)):
             tokens = torch.tensor([ids], device=self.model.device)
             batch_logits = self.model.forward(tokens, buffer, logits=logits)

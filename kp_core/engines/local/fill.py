@@ -105,8 +105,7 @@ def attention(engine: LocalEngine, plan: Plan, layers: int | None) -> Tensor | N
 class Run:
     """A plan being executed: a buffer with the KV of its prompt, and how it was obtained. Call `close` at the end.
 
-    It computes only the tokens whose KV is neither in the prefix tree nor in a pack, in passes of at most
-    `LocalEngine.pass_tokens`, so that other requests wait no longer than for one pass.
+    It computes only the tokens whose KV is neither in the prefix tree nor in a pack.
     """
 
     def __init__(  # noqa: PLR0913 - as `prefill`
@@ -152,8 +151,7 @@ class Run:
     def fill(self, plain_kv: KVTensors | None = None) -> None:
         """Write the KV of the prompt. Closes the run on an error.
 
-        A steered plan needs `plain_kv`, the KV without steering up to the end of its first steered region, unless the
-        buffer has this region.
+        A steered plan needs `plain_kv`, up to the end of its first steered region, unless the buffer has this region.
         """
         try:
             if self.plan.below is None:
@@ -173,10 +171,7 @@ class Run:
         self._extend(start)
 
     def close(self, answer: Sequence[int] = ()) -> None:
-        """Insert the decoded tokens of the `answer` into the tree, return the buffer to the pool, release the path.
-
-        The buffer keeps its KV for the next prompt with the same beginning.
-        """
+        """Insert the decoded tokens of the `answer` into the tree, return the buffer to the pool, release the path."""
         prompt_tokens, stop = len(self.plan.prompt), self.buffer.length
         if answer and stop > prompt_tokens and self.path.is_open and self.path.tokens == prompt_tokens:
             self.path.extend(tuple(answer[: stop - prompt_tokens]), self.buffer.read(prompt_tokens, stop))
@@ -328,9 +323,8 @@ class Run:
     def _compute(self, until: int) -> None:
         """Compute the tokens up to `until`, in passes of at most `pass_tokens`.
 
-        The pass over the last token of the prompt sets `logits`, if they are needed, or is left to `ask`. The states of
-        recurrent layers are known only at the end of a pass, so if the model has any, a pass also ends where a pack or
-        a message ends.
+        The pass over the last token of the prompt sets `logits`, if they are needed, or is left to `ask`. Where states
+        of recurrent layers are to be known, a pass ends, too.
         """
         ends = sorted(self.plan.ends) if self._model.shape.states else []
         while (start := self.buffer.length) < until:
@@ -347,8 +341,8 @@ class Run:
     def _extend(self, start: int, kv: KVTensors | None = None) -> None:
         """Insert the tokens of the buffer from `start` on into the tree, with a new node where a new owner begins.
 
-        `kv` is their KV; by default it is copied from the buffer. Tokens behind a pack are found only by who may read
-        it, so they need no node of their own, and neither do further packs of the same owner.
+        `kv` is their KV; by default it is copied from the buffer. Whoever finds tokens behind a pack may read the pack,
+        so these need no node of their own.
         """
         stop = self.buffer.length
         if not self.path.is_open or self.path.tokens != start or start == stop:
