@@ -190,10 +190,7 @@ class CausalModel:
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
-        """Run `ids` of shape `(1, new)` behind the tokens in `buffer`, and write their KV there.
-
-        Returns the logits at the last token, `(1, vocabulary)`. Without `logits`, skips the head and returns `None`.
-        """
+        """See `Model.forward`. Without `logits`, skips the head."""
         if not logits:
             self._run(self.network.base_model, ids, buffer)
             return None
@@ -209,7 +206,7 @@ class CausalModel:
 
     @torch.inference_mode()
     def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
-        """As `forward`, but returns the logits at every token, `(new, vocabulary)`."""
+        """See `Model.forward_all`."""
         logits: Tensor = self._run(self.network, ids, buffer).logits[0]
         return logits.clone()
 
@@ -243,20 +240,13 @@ class CausalModel:
         return {"kp_attend": attend_here}
 
     def rows(self, buffers: Sequence[KVBuffer], memory: Memory | None = None) -> Callable[[Sequence[int]], Tensor]:
-        """A function that decodes one token of each of these sequences in one pass.
-
-        It runs one token after each buffer, appends its KV, and returns the logits, `(rows, vocabulary)`. With a
-        `memory` that an earlier function used, that one must not be called again.
-        """
+        """See `Model.rows`. With a `memory` that an earlier function used, that one must not be called again."""
         if self.record is not None:
             return ReplayedRows(self.network, buffers, self.sees, self.record, **self._keep_last).step
         return Rows(self.network, buffers, self.sees, memory, **self._keep_last).step
 
     def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Run `tokens` behind each of these sequences in one pass.
-
-        Returns the logits at the last token of each, `(rows, vocabulary)`.
-        """
+        """See `Model.ragged`."""
         return run_ragged(self.network, buffers, tokens, self.sees, keeps_logits=self.keeps_logits)
 
     @torch.inference_mode()
@@ -343,10 +333,9 @@ class CausalModel:
 
     @cached_property
     def rope(self) -> Rope:
-        """Moves keys. Verified by computing some keys at two positions.
+        """Moves keys. Verified with single tokens, whose keys at two positions differ by the rotation alone.
 
-        A single token sees nothing but itself, so in every layer its keys at two positions differ by the rotation
-        alone. Raises `UnsupportedRequestError` for a model whose tokens cannot be moved: with frequencies that change
+        Raises `UnsupportedRequestError` for a model whose tokens cannot be moved: with frequencies that change
         with the length, without RoPE, or with keys whose rotation does not match.
         """
         self._refuse_moving()

@@ -27,12 +27,10 @@ _SPARE = 16
 
 
 class Rows:
-    """Decodes one token of each of `buffers` in one forward pass.
+    """Decodes one token of each of `buffers` in one forward pass. Every row has the same bits as alone.
 
     Rows whose buffers begin with the same tiles of KV attend to these together: their queries are rows of one matrix,
-    and the keys are read once. Each row attends to its own tiles separately, and the results are joined as in
-    `attention`. So every row has the same bits as alone. Other rows attend one at a time, and so do all rows in layers
-    with a window.
+    and the keys are read once. Other rows attend one at a time, and so do all rows in layers with a window.
     """
 
     @torch.inference_mode()
@@ -117,9 +115,9 @@ def run_ragged(
     *,
     keeps_logits: bool,
 ) -> Tensor:
-    """Run `tokens`, one list per buffer, behind `buffers` in one pass; returns the last logits, `(rows, vocabulary)`.
+    """Run `tokens`, one list per buffer, as one sequence, in which each row attends over its own buffer.
 
-    The model receives the tokens as one sequence. In attention, each row attends over its own buffer.
+    Returns the last logits, `(rows, vocabulary)`.
     """
     counts, device = [len(row_tokens) for row_tokens in tokens], buffers[0].layers[0].keys.device
     last_indices = torch.tensor(list(accumulate(counts)), device=device) - 1
@@ -178,8 +176,7 @@ def _grouped(buffers: Sequence[KVBuffer]) -> list[tuple[list[int], int]]:
 class _Group:
     """Some `rows` that share their first `tiles`, if any, with a copy of each row's own tiles behind them.
 
-    Only for `layers`; the other layers have windows. Copies of keys lie in `memory[0]`, of values in
-    `memory[1]`; what is there is used if it is large enough.
+    Only for `layers`; the others have windows. Copies of keys lie in `memory[0]`, of values in `memory[1]`.
     """
 
     def __init__(
@@ -334,8 +331,7 @@ class _Group:
 def _calls(visible: Sequence[int]) -> list[tuple[slice, int]]:
     """Which pairs of tile and row share a call of the kernel, and how many keys of each tile it reads.
 
-    `visible` is the number of keys that each pair sees. The last pairs are often those of tiles that have just begun,
-    of which few keys are read.
+    `visible` is the number of keys that each pair sees; the last pairs are often of tiles that have just begun.
     """
     counts = [keys_to_read(keys) for keys in visible]
     whole = next((stop for stop in range(len(counts), 0, -1) if counts[stop - 1] == TILE), 0)

@@ -1,10 +1,9 @@
 """Trains soft tokens around packs by self-distillation (KV Packet, arXiv 2604.13226, section 3).
 
 `Samples` draws questions over documents, each of which is a packet. The teacher is the model with full attention over
-the canonical prompt, and the student is the same model over packets, as `PacketComposer` places them.
-The loss is the KL divergence between their distributions at the tokens of the answer. The model is frozen; gradients
-reach only the soft tokens, through the keys and values of the packets. The activations of one sample fit in memory for
-documents of the intended length, so there is no gradient checkpointing.
+the canonical prompt, and the student is the same model over packets, as `PacketComposer` places them. The loss is the
+KL divergence between their distributions at the tokens of the answer. The model is frozen; gradients reach only the
+soft tokens, through the keys and values of the packets.
 """
 
 from __future__ import annotations
@@ -305,9 +304,9 @@ def train_wrapper(  # noqa: PLR0913
 ) -> PacketComposer:
     """Train soft tokens for the model of `session` on `documents`, and write them to `out`.
 
-    A checkpoint beside `out` is written after each step and deleted at the end. The same call resumes from it and gives
-    the same bits on the same machine. After `minutes`, the best soft tokens so far are written and the checkpoint
-    stays. `about` goes to the training record. Raises `WrapperError` for too few documents, a checkpoint of other
+    A checkpoint beside `out` is written after each step and deleted at the end; the same call resumes from it. After
+    `minutes`, the best soft tokens so far are written and the checkpoint stays. `about` goes to the training record.
+    Raises `WrapperError` for too few documents, a checkpoint of other
     settings, documents or model, and a full disk; `UnsupportedRequestError` for an engine other than Hugging Face's.
     """
     with _frozen(_model_of(session)):
@@ -326,9 +325,8 @@ def wrapper_scores(  # noqa: PLR0913
 ) -> list[dict[str, float]]:
     """Mean KL divergence of `wrapper` from full attention, in nats per token of the answer, for each of `counts`.
 
-    Each row is measured on `questions` samples of `count` documents. If the wrapper was trained on these documents with
-    the settings of its training record, only held-out documents are used. `without_soft_tokens_kl` is the divergence of
-    the same packets without soft tokens. `nearer` is the number of questions for which soft tokens reduce it.
+    Each row is measured on `questions` samples of `count` documents that were held out. `without_soft_tokens_kl` is the
+    divergence of the same packets without soft tokens, `nearer` the number of questions where soft tokens reduce it.
     """
     settings = PacketTraining(**wrapper.training.get("settings", {"soft": len(wrapper.header)}))
     samples = Samples(session, documents, settings if tokens is None else replace(settings, tokens=tokens))
