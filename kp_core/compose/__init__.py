@@ -7,10 +7,9 @@ from typing import Any
 
 from kp_core.compose.auto import AutoComposer
 from kp_core.compose.base import Composer, ExactComposer, Region, placed
-from kp_core.compose.naive import NaiveComposer
 from kp_core.compose.packet import PacketComposer, laid_out
 from kp_core.compose.select import SelectComposer
-from kp_core.compose.splice import SpliceComposer
+from kp_core.compose.splice import NaiveComposer, SpliceComposer
 from kp_core.errors import OptionError
 
 __all__ = [

@@ -61,13 +61,7 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """The explanation as plain values, for JSON."""
         rows = [{**asdict(row), "tokens": row.tokens} for row in self.rows]
-        summary = {
-            "token_budget": self.token_budget,
-            "states": self.states,
-            "state_bytes": self.state_bytes,
-            "is_bitwise": self.is_bitwise,
-            "choice": self.choice,
-        }
+        summary = {name: value for name, value in asdict(self).items() if name != "rows"}
         return {"regions": rows, "tokens": dict(self.counts), **summary}
 
     def __str__(self) -> str:

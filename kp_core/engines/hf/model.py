@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -30,8 +30,7 @@ from kp_core.engines.hf.kinds import (
     positions_of,
     rope_parameters,
 )
-from kp_core.engines.hf.replay import Record, ReplayedRows, captured
-from kp_core.engines.hf.rows import Rows, run_ragged
+from kp_core.engines.hf.rows import Record, ReplayedRows, Rows, captured, run_ragged
 from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.local.buffer import TILE, BufferPool, KVBuffer
 from kp_core.engines.local.grammar import Constraint
@@ -77,6 +76,10 @@ class CausalModel:
         """Device of the input token ids."""
         self.vocabulary = int(self.network.get_output_embeddings().weight.shape[0])
         """Length of the logits, which may be longer than the tokenizer's vocabulary."""
+        configs = (self.config, self._text, getattr(self.network, "generation_config", None))
+        ends = (getattr(config, "eos_token_id", None) for config in configs)
+        self.end_tokens = frozenset(chain.from_iterable([end] if isinstance(end, int) else end or () for end in ends))
+        """Tokens that end a turn."""
         parameters = inspect.signature(self.network.forward).parameters
         self._takes_cache = cache_parameter(self.network)
         # Some models with different layers count positions from 0 in each pass.
@@ -100,7 +103,7 @@ class CausalModel:
         is_tiled_here = self.attends and not self.shape.devices
         self.batches = is_tiled_here and "batch" not in self.kind.lacks and self._rows_agree()
         """Whether several sequences can decode in one pass."""
-        self.lacks = self._found_lacks()
+        self.lacks: Mapping[str, str] = self._found_lacks()
         """Capabilities that this model does not allow, each with the reason."""
         if graphs and self.device.type == "cuda" and self.batches:
             self.use_replay(captured)
@@ -159,15 +162,6 @@ class CausalModel:
     def pool(self, tree: PrefixTree, cache_bytes: int) -> BufferPool:
         """See `Model.pool`."""
         return BufferPool(self.shape, tree, cache_bytes)
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a turn, from the configuration and the generation configuration."""
-        tokens: set[int] = set()
-        for config in (self.config, self._text, getattr(self.network, "generation_config", None)):
-            token = getattr(config, "eos_token_id", None)
-            tokens.update([token] if isinstance(token, int) else token or [])
-        return frozenset(tokens)
 
     @property
     def numerics(self) -> tuple[str, str, str]:

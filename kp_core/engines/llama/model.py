@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Literal, NoReturn, cast
 
 import torch
@@ -53,13 +52,11 @@ class LlamaModel:
         self.end_tokens = frozenset(
             token for token in range(self.vocabulary) if lib.llama_vocab_is_eog(context.vocab, token)
         )
-        self.lacks = MappingProxyType(
-            {
-                "attention": "llama.cpp does not tell its attention weights",
-                "bitwise": "llama.cpp rounds by how many tokens a pass has, and by who else is computed in it",
-                "compose": "llama.cpp computes tokens only behind all others of their sequence",
-            }
-        )
+        self.lacks: Mapping[str, str] = {
+            "attention": "llama.cpp does not tell its attention weights",
+            "bitwise": "llama.cpp rounds by how many tokens a pass has, and by who else is computed in it",
+            "compose": "llama.cpp computes tokens only behind all others of their sequence",
+        }
 
     def pool(self, tree: PrefixTree, cache_bytes: int) -> SequencePool:  # noqa: ARG002 - the cells are the budget
         """The buffers of requests."""

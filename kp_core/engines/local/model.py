@@ -24,37 +24,24 @@ Memory: TypeAlias = dict[int, dict[int, Tensor]]
 class Model(Protocol):
     """Runs forward passes over KV buffers, one at a time, and writes KV to them."""
 
-    @property
-    def shape(self) -> CacheShape:
-        """The shape of its cache."""
-
-    @property
-    def max_positions(self) -> int:
-        """Most tokens of prompt and answer together."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the input token ids."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Length of the logits."""
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-
-    @property
-    def batches(self) -> bool:
-        """Whether several sequences can be computed in one pass."""
+    shape: CacheShape
+    """The shape of its cache."""
+    max_positions: int
+    """Most tokens of prompt and answer together."""
+    device: torch.device
+    """Device of the input token ids."""
+    vocabulary: int
+    """Length of the logits."""
+    end_tokens: frozenset[int]
+    """Tokens that end an answer."""
+    batches: bool
+    """Whether several sequences can be computed in one pass."""
+    lacks: Mapping[str, str]
+    """See `Engine.lacks`; the engine has all other capabilities."""
 
     @property
     def record(self) -> object | None:
         """Recorded steps of decoding, if it replays them; a single answer is then computed by `rows`, too."""
-
-    @property
-    def lacks(self) -> Mapping[str, str]:
-        """See `Engine.lacks`; the engine has all other capabilities."""
 
     @property
     def rope(self) -> Rope:
