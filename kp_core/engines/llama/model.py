@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.llama.context import Context, Row
-from kp_core.engines.llama.state import StateLayout
-from kp_core.engines.local.buffer import BufferPool, KVBuffer
+from kp_core.engines.llama.state import measured_shape, read_state, state_size, write_state
+from kp_core.engines.local.buffer import BufferPool, CacheShape, KVBuffer
 from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.tree import Name, PrefixTree
 from kp_core.errors import CacheBudgetError, UnsupportedRequestError
@@ -43,9 +43,8 @@ class LlamaModel:
         width = int(lib.llama_model_n_embd(model)) // int(lib.llama_model_n_head(model))
         dims = (int(context.metadata(f"{kind}.attention.{side}_length") or width) for side in ("key", "value"))
         context.call(context.decode, [(0, 0, [0] * _PROBE)], "none")
-        self._layout = StateLayout.measured(context.call(context.state, 0, 0, _PROBE), dtype, *dims)
+        self.shape = measured_shape(context.call(context.state, 0, 0, _PROBE), dtype, *dims)
         context.call(context.remove, 0)
-        self.shape = self._layout.shape
         """Of the keys and values."""
         self.vocabulary = context.vocabulary
         self.max_positions = min(context.cells, int(lib.llama_model_n_ctx_train(model)))
@@ -60,7 +59,7 @@ class LlamaModel:
 
     def pool(self, tree: PrefixTree, cache_bytes: int) -> SequencePool:  # noqa: ARG002 - the cells are the budget
         """The buffers of requests."""
-        return SequencePool(self.context, self._layout, tree)
+        return SequencePool(self.context, self.shape, tree)
 
     def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
         """Run `ids`, `(1, new)`, behind the tokens of a buffer. Returns logits at the last one, `(1, vocabulary)`."""
@@ -121,12 +120,12 @@ class LlamaModel:
 class SequenceBuffer(KVBuffer):
     """A buffer whose KV is in the cells of a sequence. `read` and `view_of` copy it."""
 
-    def __init__(self, context: Context, layout: StateLayout, capacity: int) -> None:
-        super().__init__(replace(layout.shape, layers=()), 0)
-        self.shape, self.capacity = layout.shape, capacity
+    def __init__(self, context: Context, shape: CacheShape, capacity: int) -> None:
+        super().__init__(replace(shape, layers=()), 0)
+        self.shape, self.capacity = shape, capacity
         self.id = context.free_ids.pop()
         """The number of the sequence in the context."""
-        self._context, self._layout, self._length = context, layout, 0
+        self._context, self._length = context, 0
 
     @property
     def length(self) -> int:
@@ -165,7 +164,7 @@ class SequenceBuffer(KVBuffer):
 
     def view_of(self, start: int, stop: int) -> KVTensors:
         """A copy of the tokens `start:stop`, at least one."""
-        return self._layout.read(self._context.call(self._context.state, self.id, start, stop))
+        return read_state(self.shape, self._context.call(self._context.state, self.id, start, stop))
 
     def drop(self) -> None:
         """Free the cells that no other sequence has, and the sequence. Do not use the buffer afterwards."""
@@ -177,8 +176,8 @@ class SequenceBuffer(KVBuffer):
         self._length = min(self._length, length)
 
     def _append(self, kv: KVTensors) -> None:
-        write = partial(self._layout.write, kv, self._length)
-        self._context.restore(self.id, self._layout.size(kv.tokens), write)
+        write = partial(write_state, self.shape, kv, self._length)
+        self._context.restore(self.id, state_size(self.shape, kv.tokens), write)
         self._length += kv.tokens
 
 
@@ -194,10 +193,10 @@ class SequencePool(BufferPool):
     lock may be waiting. All other methods that change the pool are called in a `turn`.
     """
 
-    def __init__(self, context: Context, layout: StateLayout, tree: PrefixTree) -> None:
-        self._cell_bytes = layout.shape.bytes_per_token
-        super().__init__(layout.shape, tree, context.cells * self._cell_bytes)
-        self._context, self._layout = context, layout
+    def __init__(self, context: Context, shape: CacheShape, tree: PrefixTree) -> None:
+        self._cell_bytes = shape.bytes_per_token
+        super().__init__(shape, tree, context.cells * self._cell_bytes)
+        self._context = context
         self._used: list[SequenceBuffer] = []
         self._idle: list[SequenceBuffer] = []
 
@@ -221,7 +220,7 @@ class SequencePool(BufferPool):
             if not self._context.free_ids:
                 self._drop_idle()
                 return None
-            buffer = SequenceBuffer(self._context, self._layout, capacity)
+            buffer = SequenceBuffer(self._context, self._shape, capacity)
             if shared and source:
                 buffer.fork(source, shared)
         self._drop_idle()
