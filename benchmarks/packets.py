@@ -175,14 +175,14 @@ def ask(
 
 def scores(question: _Question, said: dict[str, Generation], shape: PretrainedConfig) -> dict[str, dict[str, float]]:
     """The figures of each method for one question; `shape` is that of the model."""
-    exact = said["exact"].first_logits.double().log_softmax(-1)
+    exact = said["exact"].logits.double().log_softmax(-1)
     total = said["exact"].usage.pack_tokens
     # The question alone, behind the documents: all that a method has to compute.
     least = min(answer.usage.computed_tokens for answer in said.values())
     own = _flops(shape, least, sum(_seen(said["exact"])))
     rows = {}
     for name, answer in said.items():
-        found = answer.first_logits.double().log_softmax(-1)
+        found = answer.logits.double().log_softmax(-1)
         right, line = question.right or (common.first_line(said["exact"].text),), common.first_line(answer.text)
         used = _flops(shape, answer.usage.computed_tokens, sum(_seen(answer)), answer.usage.approximate_tokens)
         rows[name] = {

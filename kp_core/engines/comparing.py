@@ -71,7 +71,7 @@ def compare_composers(
         comparisons.append(
             Comparison(
                 composer if isinstance(composer, str) else composer.key,
-                _divergence(exact.first_logits, candidate.first_logits),
+                _divergence(exact.logits, candidate.logits),
                 exact.token_ids == candidate.token_ids,
                 common_length(exact.token_ids, candidate.token_ids) / max(len(exact.token_ids), 1),
                 candidate.usage.ttft_s,

@@ -35,7 +35,6 @@ from kp_core.tools import (
 __all__ = [
     "AsyncStream",
     "Generation",
-    "Prefill",
     "Stream",
     "Usage",
     "VisibleText",
@@ -109,7 +108,7 @@ class Generation:
     finish_reason: FinishReason
     usage: Usage
     prompt: Prompt
-    first_logits: Tensor | None = field(default=None, compare=False, repr=False)
+    logits: Tensor | None = field(default=None, compare=False, repr=False)
     """Logits after the prompt, `(vocabulary,)`; `None` if the engine gives none or the prefill was cancelled."""
     tool_calls: tuple[ToolCall, ...] = ()
     """The complete calls, in order."""
@@ -122,15 +121,6 @@ class Generation:
     def packs(self) -> tuple[str, ...]:
         """The handles of the packs in the prompt, in the order in which they were sent."""
         return tuple(span.handle for span in self.prompt.spans)
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """The result of a prefill alone: the logits after the prompt, `(vocabulary,)`, and the cost."""
-
-    logits: Tensor
-    usage: Usage
-    prompt: Prompt
 
 
 def grammar_of(template: ChatTemplate, tokenizer: Any, prompt: Prompt, request: Request) -> tuple[str | None, bool]:  # noqa: ANN401

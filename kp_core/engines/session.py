@@ -28,7 +28,6 @@ from kp_core.engines.planning import Learned, Planner
 from kp_core.engines.reading import (
     AsyncStream,
     Generation,
-    Prefill,
     Stream,
     check_time,
     grammar_of,
@@ -179,8 +178,8 @@ class Session:
         cancel = options["cancel"] = options.get("cancel") or threading.Event()
         return AsyncStream(lambda: self.stream(messages, **options), cancel)
 
-    def prefill(self, messages: Sequence[Message] | str, **options: Any) -> Prefill:  # noqa: ANN401
-        """Prefill a conversation without answering it. Warms the cache, and returns the logits after the prompt."""
+    def prefill(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401
+        """Prefill a conversation, and answer with no token. Warms the cache, and gives the logits after the prompt."""
         self._need("logits", "a prefill alone")
         plan, stream, limit = self._run(messages, options, tokens=0)
         if plan.kept:
@@ -188,7 +187,8 @@ class Session:
         check_time(limit, 0)
         if stream.first_logits is None:
             raise CancelledError("The prefill was cancelled.")
-        return Prefill(stream.first_logits, usage_of(plan, stream, 0, limit.spent), plan.prompt)
+        usage = usage_of(plan, stream, 0, limit.spent)
+        return Generation("", (), stream.finish, usage, plan.prompt, stream.first_logits)
 
     def explain(self, messages: Sequence[Message] | str, **options: Any) -> Explanation:  # noqa: ANN401
         """What `generate` would do with this request, as a table of regions. With `select`, it looks for packs."""

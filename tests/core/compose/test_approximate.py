@@ -163,7 +163,7 @@ def test_one_pass_with_the_question_is_two(composer, isles, monkeypatch):
     one = engine.generate(question, **request, max_tokens=8)
     assert len(passes) == 2
     assert alike(engine, found, slow)
-    assert alike(engine, one.first_logits, two.first_logits)
+    assert alike(engine, one.logits, two.logits)
     assert one.token_ids == two.token_ids
     assert one.usage.approximate_tokens == two.usage.approximate_tokens > 0
     # Another question finds the region in memory, and what follows it up to the first other token.
