@@ -47,9 +47,9 @@ COLUMNS = ("composer", "packs", "tokens", "order", "ttft_s", "text_s", "computed
 
 def divergence(exact: Generation, found: Generation) -> tuple[float, bool]:
     """KL of the first token from exact composition, in nats, and whether it is the same token."""
-    if exact.first_logits is None or found.first_logits is None:
+    if exact.logits is None or found.logits is None:
         raise AssertionError("an answer has first logits")
-    mine, theirs = exact.first_logits.double(), found.first_logits.double()
+    mine, theirs = exact.logits.double(), found.logits.double()
     kl = float(mine.softmax(-1) @ (mine.log_softmax(-1) - theirs.log_softmax(-1)))
     return kl, bool(mine.argmax() == theirs.argmax())
 

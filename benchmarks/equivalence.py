@@ -101,7 +101,7 @@ class _Row:
         if found.prompt.token_ids != text.prompt.token_ids:
             raise RuntimeError(f"{column}: the prompt {found.prompt.rendered!r} has other tokens than its text.")
         self.differ[column] = self.differ.get(column, False) or found.token_ids != text.token_ids
-        same = common.same_bits(found.first_logits, text.first_logits)
+        same = common.same_bits(found.logits, text.logits)
         self.bits[column] = self.bits.get(column, True) and same
 
 

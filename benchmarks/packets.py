@@ -34,7 +34,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from benchmarks import common, plots
 from kp_core import Generation, KnowledgePack, PacketComposer, PackStore, Session
-from kp_core.compose import Composer, Forward, composer_of
+from kp_core.compose import Composer, Region, composer_of
+from kp_core.compose.base import Move
+from kp_core.compose.packet import SHIPPED
 from kp_core.engines.hf.training import PacketTraining, Samples
 from kp_core.errors import ContextOverflowError
 from kp_core.kv import KVTensors
@@ -57,11 +59,8 @@ class _Rounded(PacketComposer):
     def key(self) -> str:
         return f"{super().key}{_INT8}"
 
-    def compile(self, pack: KnowledgePack, forward: Forward) -> KVTensors:
-        made = replace(pack, kv=super().compile(pack, forward)).compressed("int8").kv
-        if made is None:
-            raise AssertionError("rounding keeps KV")
-        return made
+    def fill(self, region: Region, packs: Sequence[KnowledgePack], room: KVTensors, move: Move) -> Sequence[int]:
+        return super().fill(region, [pack.compressed("int8") for pack in packs], room, move)
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def _needles(count: int, packs: int) -> list[_Question]:
 def wiki(engine: Session, composer: PacketComposer, arguments: argparse.Namespace) -> list[tuple[str, str]]:
     """The passages that the wrapper was not trained on."""
     found = [(passage.title, passage.text) for passage in common.read_passages(arguments.data)]
-    settings = composer.wrapper.training.get("settings")
+    settings = composer.training.get("settings")
     return found if settings is None else list(Samples(engine, found, PacketTraining(**settings)).held)
 
 
@@ -176,14 +175,14 @@ def ask(
 
 def scores(question: _Question, said: dict[str, Generation], shape: PretrainedConfig) -> dict[str, dict[str, float]]:
     """The figures of each method for one question; `shape` is that of the model."""
-    exact = said["exact"].first_logits.double().log_softmax(-1)
+    exact = said["exact"].logits.double().log_softmax(-1)
     total = said["exact"].usage.pack_tokens
     # The question alone, behind the documents: all that a method has to compute.
     least = min(answer.usage.computed_tokens for answer in said.values())
     own = _flops(shape, least, sum(_seen(said["exact"])))
     rows = {}
     for name, answer in said.items():
-        found = answer.first_logits.double().log_softmax(-1)
+        found = answer.logits.double().log_softmax(-1)
         right, line = question.right or (common.first_line(said["exact"].text),), common.first_line(answer.text)
         used = _flops(shape, answer.usage.computed_tokens, sum(_seen(answer)), answer.usage.approximate_tokens)
         rows[name] = {
@@ -214,7 +213,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     packet = PacketComposer.load(arguments.wrapper)
     splice = composer_of("splice")
     methods = {"text": None, "exact": composer_of("exact"), "splice": splice, "packet": packet}
-    methods |= {f"splice{_INT8}": splice, f"packet{_INT8}": _Rounded(packet.wrapper)}
+    methods |= {f"splice{_INT8}": splice, f"packet{_INT8}": _Rounded(packet.header, packet.trailer, packet.fingerprint)}
     chosen = {name: methods[name] for name in methods if name in ("exact", *arguments.methods)}
     shape = AutoConfig.from_pretrained(common.model_path(arguments))
     rows: list[dict[str, Any]] = []
@@ -244,7 +243,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             }
             rows.append({"method": name, "documents": count, "domain": domain, "asked": len(each), **figures})
         common.write_json(arguments.json, {"rows": rows})
-    wrapper = {"id": packet.wrapper.id, **packet.wrapper.training}
+    wrapper = {"id": packet.id, **packet.training}
     return {"dtype": arguments.dtype, "wrapper": wrapper, "left_out": left_out, "rows": rows}
 
 
@@ -259,7 +258,9 @@ def draw(figures: dict[str, Any], folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, show, draw and write."""
     parser = common.argument_parser(__doc__, "wiki_passages.jsonl")
-    parser.add_argument("--wrapper", type=Path, metavar="FILE", help="default: that of the bundled model")
+    parser.add_argument(
+        "--wrapper", type=Path, metavar="FILE", default=SHIPPED, help="default: that of the bundled model"
+    )
     parser.add_argument("--documents", type=int, nargs="+", default=[2, 5, 10, 20])
     parser.add_argument("--domains", nargs="+", default=list(DOMAINS), choices=DOMAINS)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="exact is always there")

@@ -56,7 +56,7 @@ class _Desk:
             if text.prompt.token_ids != found.prompt.token_ids or text.usage.reused_tokens:
                 raise RuntimeError(f"{ask}: expected the same prompt computed from its start, got {text.usage}.")
             counts[state] += found.token_ids != text.token_ids
-            counts["logits"] += not common.same_bits(found.first_logits, text.first_logits)
+            counts["logits"] += not common.same_bits(found.logits, text.logits)
         behind = len(found.prompt) - max(span.stop for span in found.prompt.spans)
         counts["again"] += max(0, found.usage.computed_tokens - behind)
         counts["moved"] += found.usage.reordered_packs > 0

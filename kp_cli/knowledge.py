@@ -38,7 +38,7 @@ from kp_cli.shared import (
 )
 from kp_cli.signs import waiting
 from kp_core import edit as editing
-from kp_core.compiling import compile_cost, find_compiled, provenance_of
+from kp_core.compiling import compile_cost, estimate_units, find_compiled, provenance_of
 from kp_core.delivery import KV, Delivery, Unit
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, PackError, SourceError
@@ -51,7 +51,6 @@ from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
 from kp_core.packs.store import PackStore
 from kp_core.progress import bar_of
-from kp_core.units import estimate_units
 from kp_serve.engine import VLLMEngine
 
 __all__ = ["add", "build", "edit", "gc", "remove", "size", "sync"]

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from kp_cli.shared import JsonFlag, ModelOptions, ReadOptions, existing, is_collection, spread, tell
-from kp_core.compose.packet import SHIPPED, load_wrapper
+from kp_core.compose.packet import SHIPPED, PacketComposer
 from kp_core.facts.sources import read_facts
 
 __all__ = ["packet"]
@@ -94,7 +94,7 @@ def evaluate(  # noqa: PLR0913 - one parameter per option
     """
     from kp_core.engines.hf.training import wrapper_scores
 
-    trained = load_wrapper(wrapper)
+    trained = PacketComposer.load(wrapper)
     session = model.load()
     trained.check(session.fingerprint)
     length = None if tokens is None else _range("--tokens", tokens)

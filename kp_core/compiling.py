@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
@@ -23,18 +23,22 @@ from kp_core.packs.file import encode_pack
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.view import Packs
-from kp_core.units import Unit
 
 __all__ = [
     "CompileCost",
+    "Unit",
     "compile_cost",
     "compile_facts",
+    "estimate_units",
     "find_compiled",
     "open_facts",
     "provenance_of",
 ]
 
 logger = logging.getLogger(__name__)
+
+Unit: TypeAlias = Literal["fact", "bank", "document"]
+"""The content of a pack: one fact, all facts of a bank, or all facts of a document."""
 
 _LOOKED_AT, _SAMPLE = 1024, 64
 _COUNTED, _TIMED = 256, 8
@@ -55,11 +59,11 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
 ) -> list[Handle | None]:
     """Compile `facts` into `store` for the position `compiled_for`; returns the handles of their packs.
 
-    A pack is in the namespace of its fact, or in `namespace` if the fact has none of its own. Each pack is stored as
-    soon as it is compiled, and packs already stored for this model and position are skipped, so an interrupted run
-    continues where it stopped. `lazy` packs are computed on first use. With `compress="int8"` or `accept`, packs that
-    this model made in other numerics count as stored, too. A text too short to have a token of its own, or too long for
-    the model, has no pack: its handle is `None`, and a warning names it. Raises `PackError` for an unknown `compress`.
+    A fact without a namespace goes to `namespace`. Each pack is stored as soon as it is compiled, and packs already
+    stored for this model and position are skipped. `lazy` packs are computed on first use. With `compress="int8"` or
+    `accept`, packs that this model made in other numerics count as stored, too. A text too short to have a token of its
+    own, or too long for the model, has no pack: its handle is `None`, and a warning names it. Raises `PackError` for an
+    unknown `compress`.
     """
     check_compression(compress)
     facts = [fact.moved(namespace) for fact in facts]
@@ -109,8 +113,7 @@ def find_compiled(  # noqa: PLR0913 - as `compile_facts`
 ) -> tuple[dict[tuple[str, str], Handle], dict[tuple[str, str], KnowledgePack]]:
     """The handles of the units whose packs need no compiling, and the stored packs of others, by namespace and text.
 
-    Looks up each pack once, and tokenises only a text that has tokens in common with its prefix. If there are very many
-    packs, it looks up a sample. If the sample is right, the rest is assumed to be; a search looks them up.
+    Of very many packs, it looks up a sample. If the sample is right, the rest is assumed to be; a search looks them up.
     """
     handles = {(unit.namespace, unit.text): store.handle(unit.text, unit.namespace) for unit in units}
     if len(handles) > _LOOKED_AT:
@@ -194,6 +197,15 @@ def compile_cost(
     stored = sum(encode_pack(pack).nbytes - encode_pack(pack.without_kv()).nbytes for pack in packs)
     kv = stored / max(1, sum(len(pack.token_ids) for pack in packs))
     return CompileCost(len(texts), tokens, round(nbytes + kv * tokens), seconds)
+
+
+def estimate_units(facts: Iterable[Fact], unit: Unit, bank_size: int) -> list[Fact]:
+    """Return the units that facts of no store will make, to estimate their cost; banks are consecutive facts."""
+    groups = defaultdict[object, list[str]](list)
+    for number, (space, text) in enumerate(sources := {(fact.namespace, fact.text): fact.source for fact in facts}):
+        key = {"fact": number, "bank": number // bank_size, "document": sources[space, text] or number}[unit]
+        groups[space, key].append(text)
+    return [Fact("\n".join(texts), namespace=key[0]) for key, texts in groups.items()]  # type: ignore[index]
 
 
 def provenance_of(fact: Fact, unit: Unit) -> dict[str, str]:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
-from kp_core.compiling import compile_facts, find_compiled
+from kp_core.compiling import Unit, compile_facts, find_compiled
 from kp_core.edit import How, edit, replaced
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
@@ -25,7 +25,6 @@ from kp_core.packs.handle import Handle, check_namespace, inert
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
-from kp_core.units import Unit, Units
 
 __all__ = ["KV", "Delivery", "Found", "Precompile", "Unit"]
 
@@ -56,17 +55,15 @@ class Delivery:
     """Delivers `facts` as packs in `store` (or its path), compiled by `engine` for the position `compiled_for`.
 
     `unit`: `fact` is one fact; `bank` all facts of a bank, one per line, in the order they were added; `document` all
-    facts of one source in that order (a fact without a source is its own document). A unit's pack is in the namespace
-    of its facts, and no unit crosses namespaces. Searches are limited to `namespace`; `None` is all of them. `kv`:
-    `stored` stores the KV of packs. `lazy` stores only text and tokens; use it if the store is slower than the model.
-    `compress` is how KV is stored (see `KnowledgePack.compressed`). With `accept`, packs of this model in other
-    numerics, such as int8, are not made again; requests must then say `mismatch="accept"`. A unit that is found without
-    a pack is compiled before the search returns (`precompile="now"`); with `"idle"` it goes as text and is compiled
-    when the engine is idle, so that no question waits. Without an `engine`, packs are only looked up. Without `facts`,
-    only `deliver` works.
+    facts of one source in that order (a fact without a source is its own document). No unit crosses namespaces.
+    Searches are limited to `namespace`; `None` is all of them. `kv`: `stored`, or `lazy` for only text and tokens, if
+    the store is slower than the model. `compress` is how KV is stored (see `KnowledgePack.compressed`). With `accept`,
+    packs of this model in other numerics, such as int8, are not made again; requests must then say `mismatch="accept"`.
+    A unit that is found without a pack is compiled before the search returns; with `precompile="idle"` it goes as text
+    and is compiled when the engine is idle. Without an `engine`, packs are only looked up, and a unit without a pack
+    goes as text, with a warning. Without `facts`, only `deliver` works.
 
-    A unit without a pack goes as text, with a warning. Raises `FactError` for an unknown unit, kv, compress or
-    precompile, `HandleError` for an invalid namespace.
+    Raises `FactError` for an unknown unit, kv, compress or precompile, `HandleError` for an invalid namespace.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per part it is made of
@@ -87,7 +84,7 @@ class Delivery:
         for name, (value, kind) in (words | {"compress": (compress, Compression)}).items():
             if value not in get_args(kind):
                 raise FactError(f"Got {name}={value!r}; expected one of {', '.join(get_args(kind))}.")
-        self._units, self.engine, self.store = Units(facts, unit), engine, open_packs(store)
+        self._facts, self.engine, self.store = facts, engine, open_packs(store)
         self.unit, self.kv, self.compiled_for, self.precompile = unit, kv, compiled_for, precompile
         self.namespace = None if namespace is None else check_namespace(namespace)
         self.compress, self.accept = compress, accept
@@ -95,13 +92,14 @@ class Delivery:
     @property
     def facts(self) -> FactStore:
         """The fact store; raises `FactError` if there is none."""
-        return self._units.facts
+        if self._facts is None:
+            raise FactError("There is no fact store to search or change; pass one: `Delivery(facts, engine, store)`.")
+        return self._facts
 
     def add(self, facts: Iterable[Fact], *, overwrite: bool = False, progress: bool = True) -> Added:
         """Add `facts` (those without a namespace to this one) and compile their units.
 
-        Units larger than a fact are compiled if they contain new facts, which may regroup others. With `overwrite` (see
-        `FactStore.add`), packs of replaced texts are deleted.
+        With `overwrite` (see `FactStore.add`), packs of replaced texts are deleted.
         """
         self._compiler  # noqa: B018 - missed before anything is stored
         facts = [fact.moved(self.namespace) for fact in facts]
@@ -111,7 +109,7 @@ class Delivery:
         report = self.facts.add(facts, overwrite=overwrite)
         self._discard(outdated)
         facts = [fact for fact in facts if fact.id not in report.superseded]
-        units = facts if self.unit == "fact" else self._units.of(self._held(facts))
+        units = facts if self.unit == "fact" else self._units(self._held(facts), self.unit)
         logger.info("Compiling %d packs of %d facts.", len(units), len(facts))
         self.compile(units, progress=progress)
         return report
@@ -123,16 +121,15 @@ class Delivery:
         fact = self.facts.update(fact)
         if stored.text != fact.text:
             self._discard([stored])
-        self.compile([fact] if self.unit == "fact" else self._units.of([fact]), progress=False)
+        self.compile(self._units([fact], self.unit), progress=False)
         return fact
 
     def edit(self, fact_id: str, old: str, new: str, *, how: How = "amend") -> Fact:
         """Correct a fact: replace the statement `old` by `new` (see `kp_core.edit`). Returns the corrected fact.
 
-        Its pack is the edited one, and searches return its handle from now on. The pack of the old text keeps its own
-        handle until `gc`. A unit of several facts is compiled anew, only with `how="rebuild"`. Raises `FactError` for
-        other ways there, and for an unknown fact; `PackError` if the fact does not contain the statement exactly once,
-        and if packs are lazy (`kv`).
+        Searches return the handle of the edited pack from now on; that of the old text stays until `gc`. A unit of
+        several facts is compiled anew, only with `how="rebuild"`. Raises `FactError` for other ways there, and for an
+        unknown fact; `PackError` if the fact does not contain the statement exactly once, and if packs are lazy.
         """
         fact = self.facts.get(fact_id, namespace=self.namespace)
         if self.unit != "fact":
@@ -173,7 +170,7 @@ class Delivery:
         kinds = {str(pack.provenance["unit"]) for pack in compiled.values()}
         live = set[Handle]()
         for kind in kinds & set(get_args(Unit)):
-            units = Units(self.facts, kind).of(self.facts.facts(namespace=self.namespace))  # type: ignore[arg-type]
+            units = self._units(self.facts.facts(namespace=self.namespace), kind)  # type: ignore[arg-type]
             live |= {self.store.handle(unit.text, unit.namespace) for unit in units}
         return [handle for handle in compiled if handle not in live]
 
@@ -187,8 +184,7 @@ class Delivery:
         """Delete packs of single facts or documents that have changed or are gone; returns their handles.
 
         `texts` is called with these packs (`provenance["id"]` is the id of the document) and returns the texts that
-        still exist. It is called after the packs were listed, so a pack that others add meanwhile stays. If it raises,
-        nothing is deleted.
+        still exist. A pack that others add meanwhile stays. If it raises, nothing is deleted.
         """
         packs = {handle: pack for handle, pack in self.compiled().items() if pack.provenance["unit"] == "fact"}
         live = {content_id(text) for text in texts(packs)}
@@ -228,7 +224,7 @@ class Delivery:
             by_unit: dict[object, Hit] = {}
             hits = self.facts.search(question, count, probes=probes, where=where, namespace=namespace, rerank=rerank)
             passing = [hit for hit in hits if hit.score >= threshold]
-            for key, hit in zip(self._units.keys([hit.fact for hit in passing]), passing, strict=True):
+            for key, hit in zip(self._keys([hit.fact for hit in passing], self.unit), passing, strict=True):
                 by_unit.setdefault(key, hit)
             # Hits come in order of similarity: behind one below the threshold there is none above it.
             if len(by_unit) >= k or len(passing) < count:
@@ -240,7 +236,7 @@ class Delivery:
 
     def deliver(self, hits: Sequence[Hit]) -> list[Found]:
         """Turn hits, of this or any other search, into units with the handles of their packs, in the same order."""
-        units = [self._units.around(hit.fact) for hit in hits]
+        units = [self._around(hit.fact, self.unit) for hit in hits]
         if self.engine is None:
             handles = [self._lookup(unit) for unit in units]
         elif self.precompile == "idle":
@@ -263,10 +259,7 @@ class Delivery:
         )
 
     def refuse_unreadable(self, facts: Iterable[Fact]) -> None:
-        """Raise `PackError` for a text longer than half of the model's context: requests that find it would fail.
-
-        Computes no KV. Meant for texts from strangers and models.
-        """
+        """Raise `PackError` for a text longer than half of the model's context: requests that find it would fail."""
         engine = self._compiler
         limit = engine.max_positions // 2
         settings: dict[str, Any] = {"compiled_for": self.compiled_for, "lazy": True, "progress": False}
@@ -284,7 +277,41 @@ class Delivery:
 
     def all_units(self) -> list[Fact]:
         """Return all units in the namespace of this object."""
-        return self._units.of(self.facts.facts(namespace=self.namespace))
+        return self._units(self.facts.facts(namespace=self.namespace), self.unit)
+
+    def _keys(self, facts: Sequence[Fact], unit: Unit) -> list[object]:
+        """Return a key per fact that identifies its unit."""
+        if unit == "bank":
+            return list(self.facts.bank_of(facts)) if facts else []
+        by_source = unit == "document"
+        return [(f.namespace, f.source, "") if by_source and f.source else (f.namespace, "", f.text) for f in facts]
+
+    def _units(self, facts: Iterable[Fact], unit: Unit) -> list[Fact]:
+        """Return the units of these facts, each once."""
+        facts = list(facts)
+        by_key: dict[object, Fact] = {}
+        for key, fact in zip(self._keys(facts, unit), facts, strict=True):
+            by_key.setdefault(key, fact)
+        return [self._around(fact, unit) for fact in by_key.values()]
+
+    def _around(self, fact: Fact, unit: Unit) -> Fact:
+        """Return the unit of `fact`: a fact with the texts of its members, whose ids are in the metadata."""
+        if unit == "fact" or (unit == "document" and not fact.source):
+            return fact
+        title, source = "", fact.source
+        if unit == "bank":
+            [title] = self.facts.bank_of([fact])
+            members, source = self.facts.bank_facts(title), ""
+        else:
+            members = tuple(self.facts.facts(where={"kp:source": source}, namespace=fact.namespace))
+        titles = {member.title for member in members}
+        return Fact(
+            "\n".join(member.text for member in members),
+            title=title or (titles.pop() if len(titles) == 1 else ""),
+            source=source,
+            metadata={"facts": " ".join(member.id for member in members)},
+            namespace=fact.namespace,
+        )
 
     @property
     def _compiler(self) -> Session:

@@ -1,8 +1,5 @@
 """Editing: makes a new pack from a pack and a change. The old pack stays unchanged under its own handle.
 
-`amend` appends a short erratum to the text, `rebuild` computes the changed text, `squash` merges errata into the text,
-and `overwrite` replaces only the KV of a field, which is an approximation.
-
 Models ignore a field that is edited in the KV alone, because the KV of later tokens still encodes the old value. They
 follow an appended erratum, which also keeps the prefix cached (Models Take Notes at Prefill, arXiv 2606.17107).
 """
@@ -71,11 +68,9 @@ def amend(  # noqa: PLR0913 - the arguments of an edit
 ) -> KnowledgePack:
     """`pack` with an appended erratum that corrects `old` to `new`. Only the tokens of the erratum are computed.
 
-    A second correction of the same field replaces the first; other errata keep their order. If the errata are longer
-    than the share `squash_above` of the text, in tokens, the result is that of `squash`. In a conversation that
-    contains an earlier version of the pack, only the erratum is added (`kp_core.prompt.conversation`). The new pack's
-    `text` includes the errata; `current_text` applies them. Raises `PackError` if `old` is not found or found twice,
-    for an empty `new`, and as `rebuild`.
+    A second correction of the same field replaces the first. If the errata are longer than the share `squash_above` of
+    the text, in tokens, the result is that of `squash`. The new pack's `text` includes the errata; `current_text`
+    applies them. Raises `PackError` if `old` is not found or found twice, for an empty `new`, and as `rebuild`.
     """
     edits, base = pack.edits, _base(pack)
     others, correction = _corrected(pack, old, new)
@@ -104,10 +99,7 @@ def amend(  # noqa: PLR0913 - the arguments of an edit
 
 
 def squash(pack: KnowledgePack, engine: Session, *, compiled_for: CompiledFor | None = None) -> KnowledgePack:
-    """`pack` with its errata merged into the text, recomputed and exact. Raises as `rebuild`.
-
-    A pack without errata is returned unchanged.
-    """
+    """`pack` with its errata, if any, merged into the text, recomputed and exact. Raises as `rebuild`."""
     if not pack.edits.corrections:
         return pack
     return _squashed(pack, current_text(pack), pack.edits, engine, compiled_for)
@@ -137,10 +129,9 @@ def overwrite(
 ) -> KnowledgePack:
     """`pack` with the KV of the tokens of `old` replaced by that of `new`. The KV behind it is moved and kept.
 
-    An approximation, for experiments and for reasoning models (Models Take Notes at Prefill, arXiv 2606.17107): the KV
-    behind the field still encodes the old value, which usually wins without a chain of thought. The dtype in the pack's
-    fingerprint marks this: the pack is used only with `mismatch="accept"`, and counts as approximate. Raises as
-    `amend`, `PackError` for a pack with errata, `UnsupportedRequestError` if the model's keys cannot be moved.
+    An approximation, for experiments and for reasoning models (Models Take Notes at Prefill, arXiv 2606.17107): without
+    a chain of thought the old value usually wins. The pack is used only with `mismatch="accept"`. Raises as `amend`,
+    `PackError` for a pack with errata, `UnsupportedRequestError` if the model's keys cannot be moved.
     """
     if pack.edits.corrections:
         raise PackError(f"The pack {pack.text[:40]!r} has errata, and no field of its own is valid. `squash` it first.")
@@ -168,7 +159,7 @@ def overwrite(
             spans.append(Span(start + at, start + at + count, PackRef("", part)))
     # The KV before and behind the field is moved; the field itself is computed between them.
     before, stop = Prompt(pack.prefix.token_ids, owner=pack.namespace), start + len(ids)
-    region = Region(start, stop, "composed", tuple(spans), SpliceComposer(), ids)
+    region = Region(start, stop, "composed", tuple(spans), SpliceComposer())
     prompt = replace(before, token_ids=(*before.token_ids, *ids), spans=tuple(spans))
     plan = Plan(prompt, (*plan_regions(before), region), wanted=(start, stop))
     kv = pack.kv if ids == pack.token_ids else _computed(engine, plan, "compose")

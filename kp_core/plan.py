@@ -29,26 +29,20 @@ _MOST_TOP = 20  # As OpenAI and vLLM.
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; the defaults are greedy. Raises `SamplingError` for a value out of range."""
+    """How the next token is chosen; the defaults are greedy. `kp_core.engines.request.ABOUT` explains each field.
+
+    Raises `SamplingError` for a value out of range.
+    """
 
     max_tokens: int | None = None
-    """Maximum number of generated tokens; `None` is 512, or less if the context ends sooner."""
     temperature: float = 0.0
-    """Values below 1e-5 are greedy."""
     top_p: float = 1.0
-    """Sample from the smallest set of most likely tokens with this total probability."""
     top_k: int = 0
-    """Sample from this many most likely tokens; 0 is all."""
     repetition_penalty: float = 1.0
-    """Above 1, earlier tokens become less likely."""
     seed: int | None = None
-    """Equal seeds choose equal tokens."""
     stop: Sequence[str] = ()
-    """Strings that end the answer and are not part of it; they may span tokens."""
     logprobs: bool = False
-    """Whether the log-probability of each token of the answer is returned."""
     top_logprobs: int = 0
-    """How many of the likeliest tokens in each place are returned, too."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
@@ -147,8 +141,7 @@ class Plan:
     below: Plan | None = None
     """For a steered prompt: the plain plan up to the end of its first steered region, which follows plain KV."""
     wanted: tuple[int, int] = (0, 0)
-    """The token range whose KV `Engine.kv` returns. Regions provide it as far as they go; the rest is computed behind
-    them."""
+    """The token range whose KV `Engine.kv` returns; what no region provides is computed."""
     reuse: bool = True
     choice: str = field(default="", compare=False)
     """The composer that `composer="auto"` took, and why."""
@@ -186,8 +179,7 @@ def plan_regions(
 ) -> tuple[Region, ...]:
     """Divide a prompt into regions, in order: `packs` use their own KV, `composed` spans their composer.
 
-    With `steered` regions, all packs are computed. In and behind a steered region, KV follows changed KV; the KV before
-    it comes from a plan without steering (`Plan.below`).
+    With `steered` regions, all packs are computed; the KV before the first comes from a plain plan (`Plan.below`).
     """
     planned = steered or [
         Region(span.start, span.stop, "composed" if composer else "pack", (span,), composer)
@@ -202,26 +194,22 @@ def plan_regions(
         if len(region):
             regions.append(region)
         end = region.stop
-    return _composed(regions, prompt)
+    return _composed(regions)
 
 
-def _composed(regions: Sequence[Region], prompt: Prompt) -> tuple[Region, ...]:
+def _composed(regions: Sequence[Region]) -> tuple[Region, ...]:
     """Join neighbouring regions of one composer, with the few tokens between, because it fills them together."""
     joined: list[Region] = []
     for region in regions:
         current = region
         if region.composer is not None:
-            spans = region.spans
             gap = joined[-1] if joined and joined[-1].source == "computed" and len(joined[-1]) <= _GAP_TOKENS else None
             before = joined[-1 if gap is None else -2] if len(joined) > (gap is not None) else None
-            first = region
             if before is not None and before.composer == region.composer:
-                first, spans = before, (*before.spans, *spans)
+                current = replace(before, stop=region.stop, spans=(*before.spans, *region.spans))
                 del joined[-1 if gap is None else -2 :]
             elif gap is not None and before is not None and before.source == "pack":
-                first = joined.pop()  # Text between a pack and this region joins the region.
-            ids = prompt.token_ids[first.start : region.stop]
-            current = replace(region, start=first.start, spans=spans, token_ids=ids)
+                current = replace(region, start=joined.pop().start)  # Text between a pack and this region joins it.
         joined.append(current)
     return tuple(joined)
 
@@ -236,9 +224,8 @@ def plan_steered(
     """Return the steered regions of `prompt`, in order, for its steered packs and for `steering` and `scope`.
 
     Without `scope`, the system head is steered, with its packs; but only the packs if some stand elsewhere or have a
-    steering of their own. Parts of one message form one region: all are computed, then all are steered. When
-    `answering`, the last token of the prompt is in no region. It is computed behind the steered KV, so the first token
-    of the answer sees the steering.
+    steering of their own. Parts of one message form one region. When `answering`, the last token of the prompt is in no
+    region, so the first token of the answer sees the steering.
 
     Raises `SteeringError` if the prompt lacks the scope, if two steerings would overlap, and for key deltas on more
     than one position.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -13,19 +14,18 @@ __all__ = ["bar_of"]
 _LINE_EVERY_S = 5.0
 
 
-class _Lines:
+def _lines() -> Any:  # noqa: ANN401
     """A file for tqdm without a terminal: writes each state on its own line."""
+    last = ""
 
-    _last = ""
-
-    def write(self, text: str) -> None:
+    def write(text: str) -> None:
+        nonlocal last
         line = text.strip("\r\n ")
-        if line and line != self._last:
+        if line and line != last:
             sys.stderr.write(f"{line}\n")
-        self._last = line or self._last
+        last = line or last
 
-    def flush(self) -> None:
-        sys.stderr.flush()
+    return SimpleNamespace(write=write, flush=sys.stderr.flush)
 
 
 def bar_of(  # noqa: PLR0913 - what a bar says
@@ -44,7 +44,7 @@ def bar_of(  # noqa: PLR0913 - what a bar says
         initial=done,
         unit=unit,
         unit_scale=unit == "B",
-        file=None if wide else _Lines(),
+        file=None if wide else _lines(),
         delay=1 if wide else interval,
         mininterval=interval,
         miniters=None if wide else 1,

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from kp_core.bundled import BUNDLED_MODEL
-from kp_core.engines.request import OPTIONS, Request, checked_options
+from kp_core.engines.request import ABOUT, OF_THE_CORE, OPTIONS, PER_CALL, Request, checked_options
 from kp_core.engines.session import Session
 from kp_core.engines.shared import session_of, shared_engine
 from kp_core.errors import PackError, ToolError
@@ -30,9 +30,9 @@ from kp_core.steering import as_steering
 
 __all__ = ["CALL_OPTIONS", "GIVEN", "MODEL_OPTIONS", "EngineSettings", "ModelSettings", "core_choice", "core_role"]
 
-MODEL_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.where == "model")
+MODEL_OPTIONS = tuple(name for name in OPTIONS if name not in (*PER_CALL, *OF_THE_CORE))
 """Options that are model fields as well as call options."""
-CALL_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.where != "core")
+CALL_OPTIONS = tuple(name for name in OPTIONS if name not in OF_THE_CORE)
 """Options of a call."""
 
 GIVEN = ("composer", "engine", "steering", "store")
@@ -65,7 +65,7 @@ else:
                 _TYPES[name] | None,
                 Field(
                     default=[] if name == "stop" else OPTIONS[name].default,
-                    description=OPTIONS[name].about,
+                    description=ABOUT[name],
                     validation_alias=_ALIASES.get(name),
                     exclude=name in GIVEN,
                     repr=name not in GIVEN,
@@ -138,17 +138,13 @@ class EngineSettings(BaseModel):
 class ModelSettings(EngineSettings, _Options):
     """Settings of a chat model: `EngineSettings`, the namespaces it may read, and one field per option.
 
-    Give an `engine` (a `Session` or an `Engine`), a `model`, or a `base_url`. A `model` is a Hugging Face id or folder,
-    with `dtype` and `device`; it is loaded on first use, once per process, and defaults to the bundled
-    SmolLM2-135M-Instruct. A `base_url`, with `api_key`, is a server of `kp serve`; `model` is then the folder or id of
-    the tokenizer.
+    Give an `engine`, a `model`, which is loaded on first use, once per process, or the `base_url` of a server. Handles
+    resolve in `store`, if they are in the `namespaces` and in messages of `trusted_roles`; all others stay text and are
+    logged. Every option of `kp_core.Request` that concerns a model (`temperature`, `stop`, `packs`, `composer`, ...) is
+    a field. A field of `None` has its default. Options of a call override the fields.
 
-    Handles resolve in `store` (or the path of one), if they are in the `namespaces` and in messages of `trusted_roles`;
-    all others stay text and are logged. Every option of `kp_core.Request` that concerns a model (`temperature`, `stop`,
-    `packs`, `composer`, ...) is a field. A field of `None` has its default. Options of a call override the fields.
-
-    Values are checked on construction. Raises `OptionError`, a `TypeError`, for an unknown field or option of a call,
-    with the closest name, and `ModelError` for an invalid engine.
+    Raises `OptionError`, a `TypeError`, for an unknown field or option of a call, with the closest name, and
+    `ModelError` for an invalid engine.
     """
 
     namespaces: tuple[str, ...] = Field(
@@ -194,10 +190,7 @@ class ModelSettings(EngineSettings, _Options):
         return Request.of(self._set())
 
     def remembering(self) -> dict[str, Any]:
-        """Return extra options for an agent's memory: keep computed KV, unless the model sets `keep`.
-
-        An agent that continues after a restart then reads this KV and computes none of it.
-        """
+        """Return extra options for an agent's memory: keep computed KV, unless the model sets `keep`."""
         return {} if "keep" in self.model_fields_set and self.keep is not None else {"keep": "always"}
 
     def _asked(self, options: Mapping[str, Any], *also: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-from kp_core.engines.reading import WithoutHandles
+from kp_core.engines.reading import VisibleText
 from kp_core.packs.handle import strip_handles
 from kp_serve.asked import COMPUTED
 from kp_serve.wire import Send
@@ -35,7 +35,7 @@ class Answer:
         self._start: MutableMapping[str, Any] | None = None
         self._data = bytearray()
         self._is_stream = False
-        self._texts = defaultdict[tuple[Any, ...], WithoutHandles](WithoutHandles)
+        self._texts = defaultdict[tuple[Any, ...], VisibleText](VisibleText)
 
     async def __call__(self, message: MutableMapping[str, Any]) -> None:
         """Filter one ASGI message."""

@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from kp_core.compose import PacketComposer
-from kp_core.compose.packet import wrapper_bytes
 from kp_core.errors import PromptError, SteeringError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
@@ -45,7 +44,7 @@ def asked(plan: Plan) -> dict[str, Any] | None:
         return None
     moves = [[span.start, span.stop, span.handle] for region in composed for span in region.spans]
     composer = next((region.composer for region in composed if isinstance(region.composer, PacketComposer)), None)
-    wrapper = {"wrapper": base64.b64encode(wrapper_bytes(composer.wrapper)).decode()} if composer else {}
+    wrapper = {"wrapper": base64.b64encode(composer.to_bytes()).decode()} if composer else {}
     return {"moved": moves, "packs": packs, **wrapper}
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from kp_core.compose.packet import PacketComposer, wrapper_of
+from kp_core.compose.packet import PacketComposer
 from kp_core.packs.handle import Handle
 from kp_core.packs.kept import KeptEntry
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
@@ -212,7 +212,7 @@ async def _wrapped(desk: Desk, visit: Visit, part: KeptPart, prefix: Prefix, sof
 
 def _embedded(desk: Desk, prefix: Prefix, token_ids: Sequence[int], soft: PacketComposer) -> Tensor:
     """Input embeddings of a prefix and a wrapped pack, `(tokens, hidden)`."""
-    header, trailer = soft.wrapper.header, soft.wrapper.trailer
+    header, trailer = soft.header, soft.trailer
     text_ids = token_ids[len(header) : len(token_ids) - len(trailer)]
     tokens = desk.embeddings([*prefix.token_ids, *text_ids])
     parts = (tokens[: len(prefix)], header, tokens[len(prefix) :], trailer)
@@ -229,11 +229,11 @@ def _soft(desk: Desk, said: object) -> PacketComposer | None:
     if not isinstance(said, str) or len(said) > _MOST_BYTES:
         raise HTTPError(400, f"Expected a wrapper in base64, of at most {_MOST_BYTES} characters.")
     try:
-        wrapper = wrapper_of(base64.b64decode(said, validate=True))
+        wrapper = PacketComposer.of(base64.b64decode(said, validate=True))
     except ValueError as error:
         raise HTTPError(400, f"Got a wrapper that is not in base64 ({error}).") from error
     wrapper.check(desk.identity)
-    return PacketComposer(wrapper)
+    return wrapper
 
 
 def _stands(desk: Desk, pack: KnowledgePack, ids: list[int], soft: PacketComposer | None) -> bool:

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from kp_core.engines.local.altered import altered
 from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import Compression
@@ -195,7 +194,7 @@ class StoredKV:
         if part.block:
             [block] = blocks_of(json.loads(part.block))
             start, stop = block.start - part.start, block.stop - part.start
-            kv = KVTensors.concat([kv.slice(0, start), altered(kv.slice(start, stop), block)])
+            kv = KVTensors.concat([kv.slice(0, start), block.steered(kv.slice(start, stop))])
         return kv.layers, lambda layer: (kv.keys[layer], kv.values[layer])
 
     def _pack(self, part: PackPart, namespaces: Collection[str]) -> tuple[int, Reader]:

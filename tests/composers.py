@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from kp_core.compose.splice import laid, movable
+from kp_core.compose.splice import SpliceComposer, movable
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Firsts:
     def regions(self, prompt):
         return movable(prompt)
 
-    def fill(self, region, packs, forward):
-        kv, places = laid(region, packs, forward), [*region.between]
+    def fill(self, region, packs, room, move):
+        places = [*SpliceComposer().fill(region, packs, room, move)]
         for span in region.spans:
             start = span.start - region.start
             places += range(start, start + math.ceil(self.share * len(span)))
-        return forward.anew(kv, places)
+        return places

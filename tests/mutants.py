@@ -122,7 +122,7 @@ FAULTS = (
         f"{_ENGINES}/test_packed.py {_ENGINES}/test_attention.py",
     ),
     Fault(
-        "kp_core/engines/local/altered.py",
+        "kp_core/compose/base.py",
         '_add("value", steered_kv.values',
         '_add("value", steered_kv.keys',
         "tests/core/steering tests/laws/test_steering_laws.py",
@@ -176,15 +176,15 @@ FAULTS = (
     ),
     # What is made of packs.
     Fault(
-        "kp_core/compose/splice.py",
+        "kp_core/compose/base.py",
         "span.start - len(pack.prefix), place",
         "span.start - len(pack.prefix) + 1, place",
         "tests/core/compose",
     ),
     Fault(
-        "kp_core/engines/local/computing.py",
-        "sorted(self._start + place for place in places)",
-        "sorted(self._start + place for place in places)[:-1]",
+        "kp_core/engines/local/fill.py",
+        "[region.start + place for place in places]",
+        "[region.start + place for place in places][:-1]",
         "tests/core/compose",
     ),
     Fault("kp_core/edit.py", "position = correction.stop", "position = correction.start", "tests/core/test_edit.py"),

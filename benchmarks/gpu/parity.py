@@ -179,12 +179,12 @@ class _Answers:
 def _compared(found: Generation, expected: Generation) -> str:
     if found.prompt.token_ids != expected.prompt.token_ids:
         return "DIFFERS in the prompt"
-    if found.first_logits is None or expected.first_logits is None:
+    if found.logits is None or expected.logits is None:
         raise RuntimeError("Got an answer without logits.")
     is_same = found.token_ids == expected.token_ids
-    if is_same and torch.equal(found.first_logits, expected.first_logits):
+    if is_same and torch.equal(found.logits, expected.logits):
         return "bits"
-    return _told(found.first_logits, expected.first_logits, is_same=is_same)
+    return _told(found.logits, expected.logits, is_same=is_same)
 
 
 def _told(found: Tensor, expected: Tensor, *, is_same: bool) -> str:
@@ -209,17 +209,17 @@ def _generated(model: PreTrainedModel, text: Generation) -> str:
             return_dict_in_generate=True,
         )
     tokens = tuple(output.sequences[0, ids.shape[1] :].tolist())
-    if text.first_logits is None:
+    if text.logits is None:
         raise RuntimeError("Got an answer without logits.")
-    return _told(text.first_logits, output.logits[0][0].to(text.first_logits.dtype), is_same=tokens == text.token_ids)
+    return _told(text.logits, output.logits[0][0].to(text.logits.dtype), is_same=tokens == text.token_ids)
 
 
 def _on_cpu(model: PreTrainedModel, text: Generation, dtype: torch.dtype) -> str:
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([text.prompt.token_ids])).logits[0, -1]
-    if text.first_logits is None:
+    if text.logits is None:
         raise RuntimeError("Got an answer without logits.")
-    found = text.first_logits.cpu().float()
+    found = text.logits.cpu().float()
     if dtype == torch.float32:
         return _told(found, logits, is_same=True)
     # Weights of a shorter dtype are rounded, so an error of their size is no difference.

@@ -6,30 +6,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kp_core.compose.auto import AutoComposer
-from kp_core.compose.base import Composer, Forward, Region, join
-from kp_core.compose.exact import ExactComposer
-from kp_core.compose.naive import NaiveComposer
-from kp_core.compose.packet import PacketComposer, Wrapper, laid_out, load_wrapper, save_wrapper
+from kp_core.compose.base import Composer, ExactComposer, Region, placed
+from kp_core.compose.packet import PacketComposer, laid_out
 from kp_core.compose.select import SelectComposer
-from kp_core.compose.splice import SpliceComposer
+from kp_core.compose.splice import NaiveComposer, SpliceComposer
 from kp_core.errors import OptionError
 
 __all__ = [
     "AutoComposer",
     "Composer",
     "ExactComposer",
-    "Forward",
     "NaiveComposer",
     "PacketComposer",
     "Region",
     "SelectComposer",
     "SpliceComposer",
-    "Wrapper",
     "composer_of",
-    "join",
     "laid_out",
-    "load_wrapper",
-    "save_wrapper",
+    "placed",
 ]
 
 _NAMED: Mapping[str, Callable[..., Composer]] = {

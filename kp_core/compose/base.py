@@ -1,36 +1,38 @@
-"""The protocol of composers, with the regions that they fill and the model access that they get."""
+"""The regions of a prompt, the protocol of the composers that fill them, and the default, exact composition."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor
 
-from kp_core.errors import KVShapeError
+from kp_core.errors import KVShapeError, SteeringError
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
 from kp_core.prompt.prompt import Prompt, Span
-from kp_core.rope import Rope
 from kp_core.steering import Steering
 
-__all__ = ["Composer", "Forward", "Region", "Source", "join"]
-
+__all__ = ["Composer", "ExactComposer", "Move", "Region", "Source", "placed"]
 
 Source: TypeAlias = Literal["pack", "composed", "steered", "computed"]
 """Where the KV of a region comes from if it is not in the prefix tree."""
+
+Move: TypeAlias = Callable[[KVTensors, int, KVTensors], object]
+"""Writes KV, moved by so many positions, to its place (`Rope.move`). Raises `UnsupportedRequestError` if the model's
+keys cannot be moved."""
 
 
 @dataclass(frozen=True)
 class Region:
     """The tokens `start:stop` of a prompt, whose KV has one source.
 
-    A `pack` region is one pack. A `composed` region has packs and the few tokens between them; `token_ids` are the ids
-    of all its tokens. A `steered` region is computed without steering, then the `steering` of each of its `parts` is
-    added. Later tokens see the steered KV.
+    A `pack` region is one pack. A `composed` region has packs and the few tokens between them. A `steered` region is
+    computed without steering, then the `steering` of each of its `parts` is added. Later tokens see the steered KV.
     """
 
     start: int
@@ -38,7 +40,6 @@ class Region:
     source: Source
     spans: tuple[Span, ...] = ()
     composer: Composer | None = None
-    token_ids: tuple[int, ...] = ()
     parts: tuple[Region, ...] = ()
     steering: Steering | None = None
 
@@ -78,50 +79,33 @@ class Region:
             return 0
         return -1 - int.from_bytes(blake2b(description.encode(), digest_size=16).digest(), "little")
 
+    @torch.inference_mode()
+    def steered(self, kv: KVTensors) -> KVTensors:
+        """Return a copy of the plain `kv` of a steered region with the deltas of its parts added.
 
-class Forward(Protocol):
-    """A composer's access to the model and to the KV before the region.
-
-    Attention masks by position: a token at position `p` sees the keys at positions up to `p`, in whatever order they
-    are stored. So queries need not be the last of the keys.
-    """
-
-    @property
-    def before(self) -> KVTensors | None:
-        """KV of all tokens before the region, read-only; `None` at the beginning of the prompt."""
-
-    @property
-    def rope(self) -> Rope:
-        """Moves keys; raises `UnsupportedRequestError` if the model's RoPE does not allow it."""
-
-    def __call__(
-        self,
-        ids: Sequence[int],
-        positions: Sequence[int] | None = None,
-        past: KVTensors | None = None,
-        past_positions: Sequence[int] | None = None,
-    ) -> KVTensors:
-        """KV of `ids` behind `past`, per layer `(kv_heads, len(ids), head_dim)`.
-
-        By default, `past` has the positions from 0 on, and `ids` the positions behind it.
+        Sums are computed in float32 or wider and rounded once. Raises `SteeringError` when a delta does not fit.
         """
+        steered_kv = kv.clone()
+        for part in self.parts:
+            span = slice(part.start - self.start, part.stop - self.start)
+            if part.steering is not None:
+                _add("value", steered_kv.values, part.steering.values, span)
+                _add("key", steered_kv.keys, part.steering.keys, span)
+        return steered_kv
 
-    def room(self, tokens: int) -> KVTensors:
-        """Uninitialised KV for the region, directly behind `before` in the buffer, to be written in place."""
 
-    def anew(self, kv: KVTensors, places: Sequence[int]) -> KVTensors:
-        """The region's `kv` with the tokens at `places`, counted from its start, recomputed in one forward pass.
-
-        Each recomputed token sees all tokens before it. KV from `room` is written in place; other KV is copied there
-        first. `fill` must call this last and return its result, because the engine may run the pass later, together
-        with the tokens behind the region.
-        """
-
-    def soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
-        """KV of `header`, `ids` and `trailer`, in a separate prompt that begins with the tokens `before`.
-
-        Header and trailer are input embeddings, `(soft tokens, hidden)`.
-        """
+def _add(name: str, tensors: Sequence[Tensor], deltas: Mapping[int, Tensor], span: slice) -> None:
+    for layer, delta in deltas.items():
+        if layer >= len(tensors) or delta.shape != tensors[layer][:, 0].shape:
+            shape = tuple(tensors[layer][:, 0].shape) if layer < len(tensors) else None
+            raise SteeringError(
+                f"The {name} delta of layer {layer} has shape {tuple(delta.shape)}; this model's cache takes {shape} "
+                f"there and has {len(tensors)} layers. Make the steering with `engine.make_steering(pairs)`."
+            )
+        plain_values = tensors[layer][:, span]
+        wide_dtype = torch.promote_types(plain_values.dtype, torch.float32)
+        shifted = plain_values.to(wide_dtype) + delta.to(plain_values.device, wide_dtype)[:, None]
+        tensors[layer][:, span] = shifted.to(plain_values.dtype)
 
 
 @runtime_checkable
@@ -143,27 +127,43 @@ class Composer(Protocol):
     def regions(self, prompt: Prompt) -> Sequence[Span]:
         """The spans of `prompt` whose KV it makes; the others are prefilled."""
 
-    def fill(self, region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
-        """KV for the tokens of `region`: per layer `(kv_heads, tokens, head_dim)`.
+    def fill(self, region: Region, packs: Sequence[KnowledgePack], room: KVTensors, move: Move) -> Sequence[int]:
+        """Write the KV of `packs`, those of the region's spans, into `room`, the place of the region in the cache.
 
-        `packs` are those of the region's spans, with KV, read-only. The result is written to the cache unchanged.
+        Returns the tokens of packs, counted from the start of the region, that the model must compute anew. It always
+        computes those between packs. Each computed token sees all tokens before it. `packs` have KV and are read-only.
         """
 
 
-def join(region: Region, parts: Sequence[KVTensors], forward: Forward) -> KVTensors:
-    """The KV of `region`: `parts` for its packs, unchanged, and the tokens between packs computed in one pass.
+def placed(
+    region: Region, packs: Sequence[KnowledgePack], room: KVTensors
+) -> Iterator[tuple[KVTensors, int, KVTensors]]:
+    """Yield the KV of each pack, by how many positions it moves, and its place in `room`.
 
-    Raises `KVShapeError` for parts of other lengths than the packs.
+    Raises `KVShapeError` for a pack without KV.
     """
-    if [part.tokens for part in parts] != list(map(len, region.spans)):
-        raise KVShapeError(
-            f"Got KV of {[part.tokens for part in parts]} tokens for packs of {list(map(len, region.spans))}."
-        )
-    if len(parts) == 1 and len(region) == parts[0].tokens:
-        return parts[0]
-    room = forward.room(len(region))
-    for span, part in zip(region.spans, parts, strict=True):
+    for span, pack in zip(region.spans, packs, strict=True):
+        if pack.kv is None:
+            raise KVShapeError(f"Got a lazy pack for the tokens {span.start}:{span.stop}; expected its KV.")
         place = room.slice(span.start - region.start, span.stop - region.start)
-        for tensor, target in zip((*part.keys, *part.values), (*place.keys, *place.values), strict=True):
-            target.copy_(tensor)
-    return forward.anew(room, region.between)
+        yield pack.kv, span.start - len(pack.prefix), place
+
+
+@dataclass(frozen=True)
+class ExactComposer:
+    """Sequential composition (Knowledge Packs, arXiv 2604.03270): the answer equals that for the text, token for token.
+
+    A pack's KV is used only behind the prefix it was compiled for. Elsewhere its tokens are prefilled, and the prefix
+    tree keeps the result.
+    """
+
+    exact = True
+    key = "exact"
+
+    def regions(self, prompt: Prompt) -> tuple[Span, ...]:  # noqa: ARG002 - all other packs are prefilled
+        """No spans."""
+        return ()
+
+    def fill(self, region: Region, packs: Sequence[KnowledgePack], room: KVTensors, move: Move) -> Sequence[int]:  # noqa: ARG002
+        """Always raises `KVShapeError`, as there are no regions to fill."""
+        raise KVShapeError(f"Got the region {region.start}:{region.stop} to compose; exact composition makes none.")

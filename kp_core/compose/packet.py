@@ -16,27 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kp_core.compose.base import Forward, Region
-from kp_core.compose.splice import laid
+from kp_core.compose.splice import SpliceComposer
 from kp_core.errors import PackCorruptError, PackError, WrapperError, WrapperMismatchError
-from kp_core.kv import KVTensors
 from kp_core.packs.envelope import Envelope, mapping
 from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
 from kp_core.prompt.prompt import Prompt, Span
 
-__all__ = [
-    "SHIPPED",
-    "PacketComposer",
-    "Wrapper",
-    "laid_out",
-    "load_wrapper",
-    "read_signed",
-    "save_wrapper",
-    "wrapper_bytes",
-    "wrapper_of",
-    "write_signed",
-]
+__all__ = ["SHIPPED", "PacketComposer", "laid_out", "read_signed", "write_signed"]
 
 SHIPPED = Path(__file__).parents[1] / "wrappers" / "smollm2-135m-instruct.safetensors"
 """The wrapper of the bundled model; its training record has the command that made it."""
@@ -45,12 +32,17 @@ _ENVELOPE = Envelope("knowledge-pack-wrapper", "content", ("1",), covers_tensors
 
 
 @dataclass(frozen=True, eq=False)
-class Wrapper:
-    """Soft tokens before and behind each pack: input embeddings (KV Packet, arXiv 2604.13226, section 3).
+class PacketComposer(SpliceComposer):
+    """Moves packs together with trained soft tokens around them, a wrapper (KV Packet, arXiv 2604.13226, section 3).
 
-    `header` and `trailer` are `(soft tokens, hidden)` in float32 on the CPU. They fit the model of `fingerprint` with
-    any numerics. `training` records settings, steps and measurements. Raises `WrapperError` for tensors of another
-    shape, and for values that are not finite.
+    `header` and `trailer` are input embeddings, `(soft tokens, hidden)`, in float32 on the CPU. They fit the model of
+    `fingerprint` with any numerics. `training` records settings, steps and measurements.
+
+    Header, pack and trailer are compiled behind the prefix of the pack, once for each wrapper, and stored. At use they
+    are copied and their keys rotated, without a forward pass. Soft tokens take positions of the prompt, and count as
+    approximate like their packs. A pack behind the prefix it was compiled for is exact and has no soft tokens.
+    Approximate, and best on the kind of text that the wrapper was trained on: measure with `compare_composers` before
+    you use it. Raises `WrapperError` for tensors of another shape, and for values that are not finite.
     """
 
     header: Tensor
@@ -69,6 +61,46 @@ class Wrapper:
                 )
             object.__setattr__(self, name, tensor)
 
+    @classmethod
+    def load(cls, wrapper: str | Path = SHIPPED) -> PacketComposer:
+        """The composer in a file, by default that of the bundled model, with its digest checked; nothing is unpickled.
+
+        `check` tests at use whether it fits a model. Raises `WrapperError` for a file that is missing, damaged or of
+        another kind.
+        """
+        return cls._of(*read_signed(wrapper, _ENVELOPE))
+
+    @classmethod
+    def of(cls, data: bytes) -> PacketComposer:
+        """The inverse of `to_bytes`; raises `WrapperError`."""
+        try:
+            return cls._of(*_ENVELOPE.read(data))
+        except (PackError, ValueError, TypeError, AttributeError) as error:
+            raise WrapperError(f"Got what is no wrapper: {error}") from error
+
+    @classmethod
+    def _of(cls, content: dict[str, Any], tensors: dict[str, Tensor]) -> PacketComposer:
+        try:
+            fingerprint = ModelFingerprint.from_dict(mapping(content["fingerprint"], "fingerprint"))
+            return cls(tensors["header"], tensors["trailer"], fingerprint, mapping(content["training"], "training"))
+        except (PackCorruptError, LookupError) as error:
+            raise WrapperError(
+                f"The file describes no wrapper: {error}. Train it anew, or load another copy."
+            ) from error
+
+    def save(self, path: str | Path) -> Path:
+        """Write the wrapper to `path` atomically, replacing an existing file; raises `WrapperError` if that fails."""
+        return write_signed(path, _ENVELOPE, *self._content)
+
+    def to_bytes(self) -> bytes:
+        """The bytes of the file that `save` writes."""
+        return _ENVELOPE.write(*self._content)
+
+    @property
+    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        content = {"fingerprint": self.fingerprint.to_dict(), "training": dict(self.training)}
+        return content, {"header": self.header, "trailer": self.trailer}
+
     @cached_property
     def id(self) -> str:
         """Digest of the soft tokens and of the model they fit."""
@@ -77,48 +109,24 @@ class Wrapper:
             digest.update(f"{tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
         return digest.hexdigest()
 
+    @property
+    def key(self) -> str:  # type: ignore[override]
+        """Method and digest of the wrapper."""
+        return f"packet:{self.id}"
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Wrapper) and self.id == other.id
+        return isinstance(other, PacketComposer) and self.key == other.key
 
     def __hash__(self) -> int:
-        return hash(self.id)
+        return hash(self.key)
 
     def check(self, fingerprint: ModelFingerprint) -> None:
-        """Raise `WrapperMismatchError`, naming each differing field, unless the wrapper was trained for that model."""
+        """Raise `WrapperMismatchError`, naming each differing field, unless it was trained for that model."""
         differences = self.fingerprint.diff(fingerprint)
         identity = {name: difference for name, difference in differences.items() if name not in NUMERICS}
         if identity:
             advice = "Train one with `kp packet train`, or use another composer."
             raise WrapperMismatchError(f"The wrapper {self.id[:8]}", identity, "wrapper", advice)
-
-
-@dataclass(frozen=True)
-class PacketComposer:
-    """Moves packs together with the soft tokens of `wrapper` around them (KV Packet, arXiv 2604.13226, section 3).
-
-    Header, pack and trailer are compiled behind the prefix of the pack, once for each wrapper, and stored. At use they
-    are copied and their keys rotated, without a forward pass. Soft tokens take positions of the prompt, and count as
-    approximate like their packs. A pack behind the prefix it was compiled for is exact and has no soft tokens.
-    Approximate, and best on the kind of text that the wrapper was trained on: measure with `compare_composers` before
-    you use it.
-    """
-
-    wrapper: Wrapper
-    exact = False
-
-    @classmethod
-    def load(cls, wrapper: str | Path | None = None) -> PacketComposer:
-        """A composer with the wrapper in a file, by default that of the bundled model; raises `WrapperError`."""
-        return cls(load_wrapper(SHIPPED if wrapper is None else wrapper))
-
-    @property
-    def key(self) -> str:
-        """Method and digest of the wrapper."""
-        return f"packet:{self.wrapper.id}"
-
-    def check(self, fingerprint: ModelFingerprint) -> None:
-        """See `Wrapper.check`."""
-        self.wrapper.check(fingerprint)
 
     def regions(self, prompt: Prompt) -> tuple[Span, ...]:
         """All packs."""
@@ -129,20 +137,12 @@ class PacketComposer:
 
         The first and last of `token_ids` are repeated as placeholder ids of the soft tokens.
         """
-        before, behind = (token_ids[0],) * len(self.wrapper.header), (token_ids[-1],) * len(self.wrapper.trailer)
+        before, behind = (token_ids[0],) * len(self.header), (token_ids[-1],) * len(self.trailer)
         return replace(pack, token_ids=(*before, *token_ids, *behind), kv=None)
 
     def unwrapped(self, pack: KnowledgePack) -> tuple[int, ...]:
         """The ids between the soft tokens of a wrapped pack."""
-        return pack.token_ids[len(self.wrapper.header) : len(pack.token_ids) - len(self.wrapper.trailer)]
-
-    def compile(self, pack: KnowledgePack, forward: Forward) -> KVTensors:
-        """KV of a wrapped pack behind its own prefix, soft tokens included."""
-        return forward.soft(pack.prefix.token_ids, self.wrapper.header, self.unwrapped(pack), self.wrapper.trailer)
-
-    def fill(self, region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
-        """The wrapped packs' KV, moved."""
-        return forward.anew(laid(region, packs, forward), region.between)
+        return pack.token_ids[len(self.header) : len(pack.token_ids) - len(self.trailer)]
 
 
 def laid_out(prompt: Prompt, wanted: Collection[Span], ends: Sequence[int], composer: PacketComposer) -> Prompt:
@@ -185,47 +185,6 @@ def laid_out(prompt: Prompt, wanted: Collection[Span], ends: Sequence[int], comp
         breaks=tuple(moved(at) for at in prompt.breaks if at not in inside),
         as_text=tuple(texts),
     )
-
-
-def save_wrapper(wrapper: Wrapper, path: str | Path) -> Path:
-    """Write `wrapper` to `path` atomically, replacing an existing file; raises `WrapperError` if that fails."""
-    return write_signed(path, _ENVELOPE, *_content(wrapper))
-
-
-def wrapper_bytes(wrapper: Wrapper) -> bytes:
-    """`wrapper` in the bytes of its file format."""
-    return _ENVELOPE.write(*_content(wrapper))
-
-
-def wrapper_of(data: bytes) -> Wrapper:
-    """The inverse of `wrapper_bytes`; raises `WrapperError`."""
-    try:
-        return _wrapper(*_ENVELOPE.read(data))
-    except (PackError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise WrapperError(f"Got what is no wrapper: {error}") from error
-
-
-def _content(wrapper: Wrapper) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    content = {"fingerprint": wrapper.fingerprint.to_dict(), "training": dict(wrapper.training)}
-    return content, {"header": wrapper.header, "trailer": wrapper.trailer}
-
-
-def _wrapper(content: dict[str, Any], tensors: dict[str, Tensor]) -> Wrapper:
-    fingerprint = ModelFingerprint.from_dict(mapping(content["fingerprint"], "fingerprint"))
-    return Wrapper(tensors["header"], tensors["trailer"], fingerprint, mapping(content["training"], "training"))
-
-
-def load_wrapper(path: str | Path) -> Wrapper:
-    """Load the wrapper in `path` and check its digest; nothing is unpickled.
-
-    `Wrapper.check` tests at use whether it fits a model. Raises `WrapperError` for a file that is missing, damaged or
-    of another kind.
-    """
-    signed = read_signed(path, _ENVELOPE)
-    try:
-        return _wrapper(*signed)
-    except (PackCorruptError, LookupError) as error:
-        raise WrapperError(f"{path} describes no wrapper: {error}. Train it anew, or load another copy.") from error
 
 
 def write_signed(

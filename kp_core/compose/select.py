@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kp_core.compose.exact import ExactComposer
+from kp_core.compose.base import ExactComposer
 from kp_core.errors import OptionError
 
 __all__ = ["SelectComposer"]

@@ -1,17 +1,17 @@
-"""Moves packs to their positions in the prompt. The packs do not see each other."""
+"""Moves packs to their positions in the prompt, or leaves them as they are. The packs do not see each other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kp_core.compose.base import Forward, Region
-from kp_core.errors import KVShapeError, PackError
+from kp_core.compose.base import Move, Region, placed
+from kp_core.errors import PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
 from kp_core.prompt.prompt import Prompt, Span
 
-__all__ = ["SpliceComposer", "laid", "movable"]
+__all__ = ["NaiveComposer", "SpliceComposer", "movable"]
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,33 @@ class SpliceComposer:
         """All packs; raises as `movable`."""
         return movable(prompt)
 
-    def fill(self, region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
-        """The packs' KV, moved."""
-        return forward.anew(laid(region, packs, forward), region.between)
+    def fill(self, region: Region, packs: Sequence[KnowledgePack], room: KVTensors, move: Move) -> Sequence[int]:
+        """Moves the packs' KV."""
+        for kv, by, place in placed(region, packs, room):
+            move(kv, by, place)
+        return ()
+
+
+@dataclass(frozen=True)
+class NaiveComposer:
+    """Concatenates KV unchanged: packs do not see each other, and keys keep the positions they were compiled at.
+
+    Fast and wrong. It serves as a baseline for other composers only.
+    """
+
+    key: str = "naive"
+    exact = False
+
+    def regions(self, prompt: Prompt) -> tuple[Span, ...]:
+        """All packs."""
+        return prompt.spans
+
+    def fill(self, region: Region, packs: Sequence[KnowledgePack], room: KVTensors, move: Move) -> Sequence[int]:  # noqa: ARG002
+        """Copies the packs' KV."""
+        for kv, _, place in placed(region, packs, room):
+            for tensor, target in zip((*kv.keys, *kv.values), (*place.keys, *place.values), strict=True):
+                target.copy_(tensor)
+        return ()
 
 
 def movable(prompt: Prompt) -> tuple[Span, ...]:
@@ -57,17 +81,3 @@ def movable(prompt: Prompt) -> tuple[Span, ...]:
             "the same `compiled_for`, or use composer='exact'."
         )
     return prompt.spans
-
-
-def laid(region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
-    """KV of the packs of a region, moved to their positions; tokens between packs are not computed yet.
-
-    Raises `KVShapeError` for a pack without KV.
-    """
-    room = forward.room(len(region))
-    for span, pack in zip(region.spans, packs, strict=True):
-        if pack.kv is None:
-            raise KVShapeError(f"Got a lazy pack for the tokens {span.start}:{span.stop}; expected its KV.")
-        place = room.slice(span.start - region.start, span.stop - region.start)
-        forward.rope.move(pack.kv, span.start - len(pack.prefix), place)
-    return room

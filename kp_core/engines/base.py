@@ -13,15 +13,15 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan import Limit, Plan
 from kp_core.tools import Scores
 
-__all__ = ["CAPABILITIES", "AttendingEngine", "CachingEngine", "Engine", "FinishReason", "TokenStream", "refusal"]
+__all__ = ["CAPABILITIES", "MEMBERS", "Engine", "FinishReason", "TokenStream", "refusal"]
 
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "cancelled"]
 
 CAPABILITIES = {
-    "attention": "attention weights on packs, which `composer='select'` chooses by (`AttendingEngine`)",
+    "attention": "attention weights on packs, which `composer='select'` chooses by",
     "batch": "answers that are asked for at the same time, one forward pass for the next token of all",
     "bitwise": "the same bits however a prompt is cut into passes, cached, batched or restarted",
-    "cache": "a prefix tree that can be looked into, cleared and pinned (`CachingEngine`)",
+    "cache": "a prefix tree that can be looked into, cleared and pinned",
     "compose": "KV of packs from composers other than the exact one",
     "grammar": "answers held to a grammar: tools and response schemas",
     "kv": "KV of given tokens: building packs and steerings",
@@ -34,12 +34,17 @@ CAPABILITIES = {
 }
 """The names that `Engine.supports` may contain, each with its meaning."""
 
+MEMBERS = {
+    "attention": ("attention",),
+    "cache": ("bytes_per_token", "cached_bytes", "clear_cache", "found", "pin", "refresh", "state_bytes", "unpin"),
+}
+"""What an engine with these capabilities has besides the members of `Engine`; see `LocalEngine`."""
+
 
 class TokenStream:
     """The tokens of one answer as they are generated, and their cost so far.
 
-    Iterating prefills and generates; `close` stops and releases the memory. `tokens` is called with this stream,
-    returns the iterator, and may set the attributes of the stream.
+    `tokens` is called with this stream, returns the iterator, and may set the attributes of the stream.
     """
 
     def __init__(self, tokens: Callable[[TokenStream], Iterator[int]]) -> None:
@@ -77,7 +82,10 @@ class TokenStream:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Runs a model. Nothing else touches the model; a `Session` builds conversations on this interface."""
+    """Runs a model. Nothing else touches the model; a `Session` builds conversations on this interface.
+
+    Some capabilities need further members (`MEMBERS`).
+    """
 
     @property
     def identity(self) -> ModelFingerprint:
@@ -104,49 +112,6 @@ class Engine(Protocol):
 
     def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:
         """The KV of `plan.wanted` for each plan, in order: per layer `(kv_heads, tokens, head_dim)`."""
-
-
-class CachingEngine(Engine, Protocol):
-    """An engine with the capability `cache`."""
-
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of KV in the prefix tree."""
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of KV per token."""
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of recurrent-layer states at each end of a pack or a message; 0 for models without such layers."""
-
-    def found(self, plan: Plan) -> int:
-        """How many tokens of the prompt, from the first on, are in the prefix tree now."""
-
-    def pin(self, plan: Plan) -> object:
-        """Keep the prompt of `plan` in the prefix tree until `unpin` is called with the returned object."""
-
-    def unpin(self, pinned: object) -> None:
-        """Undo one `pin`."""
-
-    def clear_cache(self) -> None:
-        """Drop all KV that is neither pinned nor in use."""
-
-    def refresh(self) -> None:
-        """Start to use the model as it is now. Raises `BusyError` while KV is pinned or in use."""
-
-
-class AttendingEngine(Engine, Protocol):
-    """An engine with the capability `attention`."""
-
-    def attention(self, plan: Plan, layers: int | None = None) -> Tensor | None:
-        """How much the tokens behind the last region of `plan` attend to each token in it.
-
-        The region is composed: the KV of its packs is moved there, and the tokens between them are masked. The result
-        is the largest weight of a token behind the region on each of its tokens, `(layers, heads, tokens)`, of the
-        first `layers` if given. `None` if a pack has no KV.
-        """
 
 
 def refusal(engine: Engine, name: str, capability: str, what: str) -> UnsupportedRequestError:

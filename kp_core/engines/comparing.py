@@ -49,9 +49,8 @@ def compare_composers(
 ) -> tuple[Comparison, ...]:
     """Compare each of `composers` with exact composition.
 
-    Each answers `messages` greedily, with at most `max_tokens` tokens. Before each answer, all KV that is neither
-    pinned nor in use is dropped. KV that the store keeps of earlier requests is not read. So times are those of a first
-    use. Raises as `Session.generate`.
+    Each answers `messages` greedily, with at most `max_tokens` tokens, and times are those of a first use: KV in memory
+    that is not in use is dropped, and KV that the store keeps is not read. Raises as `Session.generate`.
     """
     # The first request has one-time costs that belong to no composer.
     session.prefill(messages, **options | {"composer": ExactComposer(), "keep": "never"})
@@ -72,7 +71,7 @@ def compare_composers(
         comparisons.append(
             Comparison(
                 composer if isinstance(composer, str) else composer.key,
-                _divergence(exact.first_logits, candidate.first_logits),
+                _divergence(exact.logits, candidate.logits),
                 exact.token_ids == candidate.token_ids,
                 common_length(exact.token_ids, candidate.token_ids) / max(len(exact.token_ids), 1),
                 candidate.usage.ttft_s,

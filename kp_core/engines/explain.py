@@ -18,9 +18,8 @@ __all__ = ["Explanation", "Row", "explain"]
 class Row:
     """The tokens `start:stop` of a prompt: what they are, and the source of their KV.
 
-    `source` is `tree` (in memory), `pack` (read from the store), `kept` (read from the store, where an earlier request
-    left it), `composed` (by the composer `method`), `steered` or `computed`. `seconds` is an estimate from earlier
-    requests or from a probe; `None` without either.
+    `source` is `tree` (in memory), `pack` (stored), `kept` (stored by an earlier request), `composed` (by the composer
+    `method`), `steered` or `computed`. `seconds` is an estimate, `None` if there is none.
     """
 
     start: int
@@ -62,13 +61,7 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """The explanation as plain values, for JSON."""
         rows = [{**asdict(row), "tokens": row.tokens} for row in self.rows]
-        summary = {
-            "token_budget": self.token_budget,
-            "states": self.states,
-            "state_bytes": self.state_bytes,
-            "is_bitwise": self.is_bitwise,
-            "choice": self.choice,
-        }
+        summary = {name: value for name, value in asdict(self).items() if name != "rows"}
         return {"regions": rows, "tokens": dict(self.counts), **summary}
 
     def __str__(self) -> str:
@@ -95,8 +88,7 @@ def explain(
 ) -> Explanation:
     """The explanation of `plan`, when the prefix tree has the first `found` tokens of its prompt.
 
-    `seconds_per_token` is NaN when it is not known. `state_bytes` is the bytes of recurrent-layer states at each end of
-    a pack or a message. `is_bitwise` is as in `Explanation`.
+    `seconds_per_token` is NaN when it is not known. `state_bytes` is that at each end of a pack or a message.
     """
     rows: list[Row] = []
     for region in plan.regions:

@@ -30,7 +30,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.kept import KeptEntry, KeptKV
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
-from kp_core.packs.view import TRUSTED_ROLES, PackView, explicit_packs, why_unresolved
+from kp_core.packs.view import TRUSTED_ROLES, PackRef, PackView, explicit_packs, why_unresolved
 from kp_core.plan import Plan, Region, plan_regions, plan_steered
 from kp_core.prompt.conversation import Message, Turn, placed, unresolved
 from kp_core.prompt.prompt import Prompt, Span
@@ -76,15 +76,12 @@ class Planner:
         tokens: int | None = None,
         learn: bool = True,
     ) -> tuple[Plan, Learned, Plan | None]:
-        """The plan of one request, and what to compute for later ones when the engine is idle.
-
-        Besides the plan, returns the packs to compile and, with `upgrade="background"`, the exact plan in place of one
-        with composed packs.
+        """The plan of one request; the packs to compile when the engine is idle; and the exact plan for an `upgrade`.
 
         The answer may take `tokens` tokens, by default as many as the request allows. Without `learn`, recognised texts
-        and kept KV are not counted as met.
-        Raises `PromptError` and its subclasses, `PackNotFoundError` (`unresolved="error"`), `FingerprintMismatchError`
-        for packs, steerings and wrappers of another model, and `SteeringError`.
+        and kept KV are not counted as met. Raises `PromptError` and its subclasses, `PackNotFoundError`
+        (`unresolved="error"`), `FingerprintMismatchError` for packs, steerings and wrappers of another model, and
+        `SteeringError`.
         """
         view = request.view
         if view is not None:
@@ -157,8 +154,10 @@ class Planner:
                 part_steering.warn_beyond_cliff()
         return steered
 
-    def pinned(self, pack: KnowledgePack, span: Span) -> Plan:
+    def pinned(self, pack: KnowledgePack) -> Plan:
         """The plan for `pack` after the prefix that it was compiled for, with nothing after it."""
+        start = len(pack.prefix)
+        span = Span(start, start + len(pack.token_ids), PackRef("", pack))
         prompt = Prompt(pack.prefix.token_ids + pack.token_ids, (span,), owner=pack.namespace)
         plan, _ = self._sourced(prompt, Request())
         steered = self._steered(plan.prompt, Request(), answering=False)
@@ -169,8 +168,7 @@ class Planner:
     ) -> Plan:
         """The plan for the KV of `token_ids` after `prefix`, which contains the packs `before`.
 
-        All other tokens of the prefix belong to `namespace`, because its last token may contain the beginning of a
-        pack.
+        All other tokens belong to `namespace`, because the last one may contain the beginning of a pack.
         """
         ids = (*prefix.token_ids, *token_ids)
         prompt, regions = Prompt(ids, as_text=tuple(before), owner=namespace), plan_regions(Prompt(prefix.token_ids))
@@ -181,8 +179,8 @@ class Planner:
     ) -> tuple[Plan, Learned]:
         """The plan that prefills `prompt` unsteered, and the packs to compile for later requests.
 
-        Decides where the KV of each pack comes from. A recognised pack without KV for its position is computed as text;
-        from the second time on, it is also compiled for that position. With a steering, recognised packs are text.
+        A recognised pack without KV for its position is computed as text; from the second time on, it is also compiled
+        for that position. With a steering, recognised packs are text.
         """
         packs, composed, learned = set[Span](), dict[Span, Composer](), list[tuple[KnowledgePack, Plan]]()
         spans, text_spans = list[Span](), list[Span]()
@@ -294,10 +292,9 @@ class Planner:
             return was_met
 
     def _kept(self, plan: Plan, request: Request, *, learn: bool) -> KeptKV | None:
-        """The kept KV for `plan`; with `learn`, also the parts that this request must keep.
+        """The kept KV for `plan`; with `learn`, also the parts that this request must keep. `None` if none can be kept.
 
-        `None` if nothing can be kept: without a store that keeps KV, without reuse, with `keep="never"`, or for a
-        steered prompt. Raises `OptionError` for a `keep_in` that the view may not read.
+        Raises `OptionError` for a `keep_in` that the view may not read.
         """
         view = request.view
         if view is None:
@@ -322,7 +319,7 @@ class Planner:
         return kept if kept.keys else None
 
     def _kept_keys(self, plan: Plan, request: Request, view: PackView) -> Iterator[tuple[tuple[int, int], KeptEntry]]:
-        """The key of each pack that is not read from its own entry, by the part `start:stop` of the prompt.
+        """The key of each pack that is not read from its own entry, by its part of the prompt.
 
         A short text between two packs belongs to the part of the second one.
         """
@@ -369,10 +366,7 @@ class Planner:
         return keys
 
     def _behind_words(self, prompt: Prompt) -> dict[Span, bool]:
-        """For each pack, whether words of the conversation precede it.
-
-        The template, other packs and white space do not count as words.
-        """
+        """For each pack, whether words precede it: other text than that of the template, packs and white space."""
         by_span, has_words = dict[Span, bool](), False
         for at, span in enumerate(prompt.spans):
             if at:

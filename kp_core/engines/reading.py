@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -33,19 +33,16 @@ from kp_core.tools import (
 )
 
 __all__ = [
-    "AnswerText",
     "AsyncStream",
     "Generation",
-    "Prefill",
     "Stream",
     "Usage",
-    "WithoutHandles",
+    "VisibleText",
     "check_time",
     "grammar_of",
     "in_thread",
     "read_answer",
     "usage_of",
-    "with_logprobs",
 ]
 
 T = TypeVar("T")
@@ -65,8 +62,7 @@ _MAYBE_HANDLE = re.compile(
 class Usage:
     """Token counts of one generation, and its time to first token in seconds.
 
-    `prompt_tokens + pack_tokens == reused_tokens + computed_tokens`: both sides count the same prompt, once by who sent
-    it and once by how its KV was obtained.
+    `prompt_tokens + pack_tokens == reused_tokens + computed_tokens` is the length of the prompt.
     """
 
     prompt_tokens: int
@@ -88,8 +84,7 @@ class Usage:
     reordered_packs: int = 0
     """Packs whose order among their neighbours changed (`order="free"`)."""
     unread_packs: int = 0
-    """Packs that were left out, because the question does not look at them (`composer="select"`). The pass that found
-    it out is in `ttft_s`, and not in `computed_tokens`, which counts tokens of the prompt."""
+    """Packs that were left out (`composer="select"`). The pass that chose is in `ttft_s`, not in `computed_tokens`."""
     errata_tokens: int = 0
     """Tokens of `pack_tokens` that belong to errata (see `kp_core.edit`)."""
     unresolved_handles: int = 0
@@ -113,7 +108,7 @@ class Generation:
     finish_reason: FinishReason
     usage: Usage
     prompt: Prompt
-    first_logits: Tensor | None = field(default=None, compare=False, repr=False)
+    logits: Tensor | None = field(default=None, compare=False, repr=False)
     """Logits after the prompt, `(vocabulary,)`; `None` if the engine gives none or the prefill was cancelled."""
     tool_calls: tuple[ToolCall, ...] = ()
     """The complete calls, in order."""
@@ -126,15 +121,6 @@ class Generation:
     def packs(self) -> tuple[str, ...]:
         """The handles of the packs in the prompt, in the order in which they were sent."""
         return tuple(span.handle for span in self.prompt.spans)
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """The result of a prefill alone: the logits after the prompt, `(vocabulary,)`, and the cost."""
-
-    logits: Tensor
-    usage: Usage
-    prompt: Prompt
 
 
 def grammar_of(template: ChatTemplate, tokenizer: Any, prompt: Prompt, request: Request) -> tuple[str | None, bool]:  # noqa: ANN401
@@ -154,7 +140,63 @@ def read_answer(
     tokenizer: Any,  # noqa: ANN401
     request: Request,
 ) -> Generator[Delta, None, Generation]:
-    """Yields the answer in pieces and returns all of it. Raises `GenerationTimeoutError` when its time is up."""
+    """Yields the answer in pieces and returns all of it. Raises `GenerationTimeoutError` when its time is up.
+
+    Each piece has the log-probabilities of new tokens, if the stream has any; the last piece may have nothing else.
+    """
+    parts, decode = _readers(plan, template, tokenizer, request)
+    text = VisibleText(request.stop)
+    tokens, ttft = list[int](), 0.0
+    names, logprobs = TokenNames(tokenizer), list[TokenLogprob]()
+
+    def told(deltas: Iterable[Delta]) -> Iterator[Delta]:
+        for delta in deltas:
+            latest = tuple(map(names.named, stream.logprobs[len(logprobs) :]))
+            logprobs.extend(latest)
+            yield replace(delta, logprobs=latest) if latest else delta
+
+    try:
+        for token in stream:
+            tokens.append(token)
+            ttft = ttft or stream.limit.spent
+            if stream.finish == "stop":
+                break
+            yield from told(parts.push(text.push(decode(token))))
+            if text.stopped:
+                break
+            check_time(stream.limit, len(tokens))
+            if stream.limit.is_set():
+                stream.finish = "cancelled"
+                break
+        if not tokens:
+            check_time(stream.limit, 0)
+        yield from told(chain(parts.push(text.flush()), parts.finish()))
+        if len(logprobs) < len(stream.logprobs):
+            yield from told([Delta()])
+        reason = "stop" if text.stopped else stream.finish
+        if parts.calls and reason == "stop":
+            reason = "tool_calls"
+        usage, calls = usage_of(plan, stream, len(tokens), ttft), tuple(parts.calls)
+        return Generation(
+            *(parts.text, tuple(tokens), reason, usage, plan.prompt, stream.first_logits, calls, parts.reasoning),
+            logprobs=tuple(logprobs) if request.gives_logprobs else None,
+        )
+    finally:
+        stream.close()
+
+
+def _readers(
+    plan: Plan,
+    template: ChatTemplate,
+    tokenizer: Any,  # noqa: ANN401
+    request: Request,
+) -> tuple[AnswerReader | HarmonyReader, Callable[[int], str]]:
+    """What tells the parts of an answer from one another, and what decodes its tokens one by one.
+
+    Of special tokens, only the marks of calls and thoughts have text.
+    """
+    from tokenizers.decoders import DecodeStream
+
     form, thought = template.tool_format, template.thought
     tools = {tool.name: tool.parameters for tool in request.shape.callable}
     is_harmony = form is HARMONY
@@ -168,61 +210,8 @@ def read_answer(
         # `<|channel>thought` is a special token and then a word.
         markers += tuple(match[0] for mark in thought if (match := re.match(r"<[^<>]*>|\[[^\[\]]*\]", mark)))
     kept = {token: marker for marker in markers if (token := _special(tokenizer, marker)) is not None}
-    text, tokens, ttft = AnswerText(tokenizer, request.stop, kept), list[int](), 0.0
-    try:
-        for token in stream:
-            tokens.append(token)
-            ttft = ttft or stream.limit.spent
-            if stream.finish == "stop":
-                break
-            if piece := text.push(token):
-                yield from parts.push(piece)
-            if text.stopped:
-                break
-            check_time(stream.limit, len(tokens))
-            if stream.limit.is_set():
-                stream.finish = "cancelled"
-                break
-        if not tokens:
-            check_time(stream.limit, 0)
-        yield from parts.push(text.flush())
-        yield from parts.finish()
-        reason = "stop" if text.stopped else stream.finish
-        if parts.calls and reason == "stop":
-            reason = "tool_calls"
-        usage, calls = usage_of(plan, stream, len(tokens), ttft), tuple(parts.calls)
-        ids, logits = tuple(tokens), stream.first_logits
-        return Generation(parts.text, ids, reason, usage, plan.prompt, logits, calls, parts.reasoning)
-    finally:
-        stream.close()
-
-
-def with_logprobs(
-    answer: Generator[Delta, None, Generation],
-    stream: TokenStream,
-    tokenizer: Any,  # noqa: ANN401
-) -> Generator[Delta, None, Generation]:
-    """`answer` with the log-probabilities in `stream`: those of new tokens in each piece, and all in the end.
-
-    The last piece may have nothing else.
-    """
-    names, logprobs = TokenNames(tokenizer), list[TokenLogprob]()
-
-    def new() -> tuple[TokenLogprob, ...]:
-        latest = [names.named(scores) for scores in stream.logprobs[len(logprobs) :]]
-        logprobs.extend(latest)
-        return tuple(latest)
-
-    with closing(answer):
-        while True:
-            try:
-                delta = next(answer)
-            except StopIteration as end:
-                if rest := new():
-                    yield Delta(logprobs=rest)
-                generation: Generation = end.value
-                return replace(generation, logprobs=tuple(logprobs))
-            yield replace(delta, logprobs=new())
+    decoder, backend = DecodeStream(skip_special_tokens=True), tokenizer.backend_tokenizer
+    return parts, lambda token: kept.get(token) or decoder.step(backend, token) or ""
 
 
 def _special(tokenizer: Any, marker: str) -> int | None:  # noqa: ANN401
@@ -234,17 +223,25 @@ def _special(tokenizer: Any, marker: str) -> int | None:  # noqa: ANN401
     return None
 
 
-class WithoutHandles:
-    """Removes handles from a text that comes in pieces. Holds back text that may still become a handle."""
+class VisibleText:
+    """Text that comes in pieces: without handles, and ended at a string of `stop`; holds back what may become one."""
 
-    def __init__(self) -> None:
-        self._before = self._held = ""
+    def __init__(self, stop: Sequence[str] = ()) -> None:
+        self._stop, self._before, self._held = tuple(stop), "", ""
+        self.stopped = False
+        """Whether a stop string was found."""
 
     def push(self, piece: str) -> str:
         """The text that is certain after `piece`; may be empty."""
         self._held += piece
+        positions = [at for at in map(self._held.find, self._stop) if at >= 0]
+        if positions:
+            self._held, self.stopped = self._held[: min(positions)], True
+            return self.flush()
         match = _MAYBE_HANDLE.search(self._held)
-        return self._give(match.start() if match else len(self._held))
+        until = match.start() if match else len(self._held)
+        may_stop = (at for at in range(until) if any(stop.startswith(self._held[at:]) for stop in self._stop))
+        return self._give(next(may_stop, until))
 
     def flush(self) -> str:
         """All text that was held back; call it at the end."""
@@ -255,50 +252,6 @@ class WithoutHandles:
         stripped = strip_handles(self._before + self._held[:until])[len(self._before) :]
         self._before, self._held = (self._before + stripped)[-2:], self._held[until:]
         return stripped
-
-
-class AnswerText:
-    """Decodes an answer token by token, ends it at a stop string, and removes handles.
-
-    Holds back text that may still become a stop string or a handle, so that the pieces of a stream join to exactly
-    `text`. Removes special tokens, except those in `kept`, which become the text given there.
-    """
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str], kept: Mapping[int, str] | None = None) -> None:  # noqa: ANN401
-        from tokenizers.decoders import DecodeStream
-
-        self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._stop, self._kept = tuple(stop), dict(kept or {})
-        self._held, self._handles = "", WithoutHandles()
-        self.text = ""
-        """The text returned so far."""
-        self.stopped = False
-        """Whether a stop string was found."""
-
-    def push(self, token: int) -> str:
-        """The text that is certain after `token`; may be empty."""
-        self._held += self._kept.get(token) or self._stream.step(self._backend, token) or ""
-        if self._stop:
-            positions = [at for at in map(self._held.find, self._stop) if at >= 0]
-            if positions:
-                self._held, self.stopped = self._held[: min(positions)], True
-                return self.flush()
-        until = next((at for at in range(len(self._held)) if self._may_stop(self._held[at:])), len(self._held))
-        certain, self._held = self._held[:until], self._held[until:]
-        return self._give(self._handles.push(certain))
-
-    def flush(self) -> str:
-        """All text that was held back; call it at the end of the answer."""
-        held_back, self._held = self._held, ""
-        return self._give(self._handles.push(held_back) + self._handles.flush())
-
-    def _may_stop(self, tail: str) -> bool:
-        return any(stop.startswith(tail) for stop in self._stop)
-
-    def _give(self, piece: str) -> str:
-        self.text += piece
-        return piece
 
 
 def usage_of(plan: Plan, stream: TokenStream, completion: int, ttft: float) -> Usage:

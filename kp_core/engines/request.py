@@ -6,7 +6,7 @@ import difflib
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -20,12 +20,14 @@ from kp_core.steering import AskedSteering, Scope
 from kp_core.tools import AnswerShape, Tool, ToolChoice
 
 __all__ = [
+    "ABOUT",
+    "OF_THE_CORE",
     "OPTIONS",
+    "PER_CALL",
     "WITHOUT_EFFECT",
     "CompiledFor",
     "Keep",
     "Mismatch",
-    "Option",
     "Order",
     "Request",
     "checked_options",
@@ -36,7 +38,6 @@ CompiledFor: TypeAlias = Sequence[Message] | Literal["user", "system"]
 Keep: TypeAlias = Literal["used_twice", "always", "never"]
 Order: TypeAlias = Literal["given", "free"]
 Upgrade: TypeAlias = Literal["none", "background"]
-_Where: TypeAlias = Literal["model", "call", "core"]
 
 _EXACT = ExactComposer()
 WITHOUT_EFFECT: Mapping[str, str] = {
@@ -64,7 +65,7 @@ _INSTEAD: Mapping[str, tuple[str, str]] = {
 }
 """Options of other libraries and classes: an option of those that have something instead, and the hint for them."""
 
-_ABOUT: Mapping[str, str] = {
+ABOUT: Mapping[str, str] = {
     "max_tokens": "Most tokens to generate; by default 512, or fewer where the context ends sooner.",
     "temperature": "How freely tokens are chosen; 0 (default) is greedy.",
     "top_p": ("Choose among the likeliest tokens that have this share of probability together; 1 (default) is all."),
@@ -134,6 +135,7 @@ _ABOUT: Mapping[str, str] = {
     "reuse": "`False` prefills everything and keeps nothing: the slow way, to compare with.",
     "cancel": "Set it from any thread to end the generation after the token in progress.",
 }
+"""What each option is for."""
 _CHOICES = {
     "mismatch": get_args(Mismatch),
     "unresolved": get_args(Unresolved),
@@ -141,8 +143,10 @@ _CHOICES = {
     "upgrade": get_args(Upgrade),
     "order": get_args(Order),
 }
-_PER_CALL = ("tools", "tool_choice", "parallel_tool_calls", "response_schema", "reuse")
-_OF_THE_CORE = ("view", "cancel")
+PER_CALL = ("tools", "tool_choice", "parallel_tool_calls", "response_schema", "reuse")
+"""Options that only a call has. All others but those of the core are settings of a model, too."""
+OF_THE_CORE = ("view", "cancel")
+"""Options that adapters set themselves."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +192,7 @@ class Request(Sampling):
         for name, names in _CHOICES.items():
             if (choice := getattr(self, name)) not in names:
                 raise OptionError(f"Got {name}={choice!r}; expected {' or '.join(map(repr, names))}.")
-        self._check_types()
+        self._check_lists()
         composer: object = self.composer
         if isinstance(composer, str):
             object.__setattr__(self, "composer", composer_of(composer))
@@ -198,7 +202,7 @@ class Request(Sampling):
                 "`key`, `regions` and `fill`."
             )
 
-    def _check_types(self) -> None:
+    def _check_lists(self) -> None:
         for name in ("packs", "tools"):
             if isinstance(value := getattr(self, name), str | Mapping) or not isinstance(value, Iterable):
                 raise OptionError(f"Got {name}={value!r}; expected a list.")
@@ -225,28 +229,9 @@ class Request(Sampling):
         )
 
 
-@dataclass(frozen=True)
-class Option:
-    """One row of the table. `where` says who may set the option: the settings of a model, only a call, or the core."""
-
-    name: str
-    type: str
-    default: Any
-    about: str
-    where: _Where
-
-
-OPTIONS: Mapping[str, Option] = {
-    request_field.name: Option(
-        request_field.name,
-        str(request_field.type),
-        request_field.default,
-        _ABOUT[request_field.name],
-        "call" if request_field.name in _PER_CALL else "core" if request_field.name in _OF_THE_CORE else "model",
-    )
-    for request_field in fields(Request)
-}
-"""All options by name. The fields and checks of both adapters and the page of options are made from this table."""
+OPTIONS: Mapping[str, Field[Any]] = {option.name: option for option in fields(Request)}
+"""All options by name, with their defaults. The fields and checks of both adapters and the page of options are made of
+this table, `ABOUT`, `PER_CALL` and `OF_THE_CORE`."""
 
 
 def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str, hints: Mapping[str, str] = {}) -> None:

@@ -30,7 +30,7 @@ __all__ = ["Selector"]
 logger = logging.getLogger(__name__)
 
 Attention: TypeAlias = Callable[[Plan, int | None], Tensor | None]
-"""As `AttendingEngine.attention`."""
+"""As `LocalEngine.attention`."""
 
 _HEADS = 4
 _REMEMBERED = 512
@@ -188,8 +188,7 @@ class Selector:
         if len(prompt.spans) != len(packs):
             return None
         start, stop = prompt.spans[0].start, prompt.spans[-1].stop
-        ids = prompt.token_ids[start:stop]
-        region = Region(start, stop, "composed", prompt.spans, SpliceComposer(), ids)
+        region = Region(start, stop, "composed", prompt.spans, SpliceComposer())
         weights = self._attention(Plan(prompt, (Region(0, start, "computed"), region), packs=view), layers)
         if weights is None:
             return None

@@ -1,7 +1,4 @@
-"""Conversations on any engine: makes plans from messages, runs them, and returns answers with their cost.
-
-A `Session` also answers many conversations at once.
-"""
+"""Conversations on any engine: makes plans from messages, runs them, and returns answers with their cost."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from statistics import fmean
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 
-from kp_core.engines.base import AttendingEngine, CachingEngine, Engine, TokenStream, refusal
+from kp_core.engines.base import Engine, TokenStream, refusal
 from kp_core.engines.calibration import Calibrations
 from kp_core.engines.contrast import make_steering
 from kp_core.engines.explain import Explanation, explain
@@ -31,14 +28,12 @@ from kp_core.engines.planning import Learned, Planner
 from kp_core.engines.reading import (
     AsyncStream,
     Generation,
-    Prefill,
     Stream,
     check_time,
     grammar_of,
     in_thread,
     read_answer,
     usage_of,
-    with_logprobs,
 )
 from kp_core.engines.request import CompiledFor, Request
 from kp_core.engines.selecting import Selector
@@ -47,14 +42,15 @@ from kp_core.events import is_heard, log_event
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
-from kp_core.packs.view import PackRef
 from kp_core.plan import Limit, Plan
 from kp_core.progress import bar_of
 from kp_core.prompt.conversation import Message
-from kp_core.prompt.prompt import Span
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import Pair, Steering
 from kp_core.tools import Delta
+
+if TYPE_CHECKING:
+    from kp_core.engines.local.engine import LocalEngine
 
 __all__ = ["Session"]
 
@@ -71,10 +67,10 @@ _PACED = 256  # Shorter prefills do not count for the pace, because the fixed co
 class Session:
     """Does everything with an engine: builds packs, and answers, explains and measures conversations.
 
-    `template` is by default the chat template of the engine's tokenizer. `probe` measures the seconds that prefilling
-    one token takes; `explain` uses it until a request has computed enough tokens to measure this. Options of a request
-    are those of `Request`, by name. Unknown options raise `OptionError`, and options that the engine does not support
-    raise `UnsupportedRequestError`, both at the call. Several threads may use one session.
+    `template` is by default that of the engine's tokenizer. `probe` measures the seconds that prefilling one token
+    takes; `explain` uses it until requests have shown it. Options of a request are those of `Request`, by name. Unknown
+    options raise `OptionError`, and options that the engine does not support raise `UnsupportedRequestError`, both at
+    the call. Several threads may use one session.
     """
 
     def __init__(
@@ -120,10 +116,9 @@ class Session:
 
     def _attention(self, plan: Plan, layers: int | None) -> Tensor | None:
         self._need("attention", "composer='select'")
-        return cast("AttendingEngine", self.engine).attention(plan, layers)
+        return cast("LocalEngine", self.engine).attention(plan, layers)
 
     def _found(self, plan: Plan) -> int:
-        """How many tokens of a prompt, from the first on, are in memory."""
         return self._cache("found").found(plan) if "cache" in self.engine.supports and plan.reuse else 0
 
     def generate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401 - of `Request`
@@ -158,7 +153,6 @@ class Session:
         """Answers many conversations, `at_once` at a time. Yields each key with its answer when it is complete.
 
         A request is a conversation as `generate` takes it, or a mapping of `messages` and the request's own options.
-        Requests are sorted by their beginnings, prefilled one after the other, and decoded together if the engine can.
         `done` are keys to skip, such as those of an interrupted run. `options` are those of `generate`, for all
         requests. An error in one request ends the run. Leaving the loop ends the requests under way.
         """
@@ -184,25 +178,20 @@ class Session:
         cancel = options["cancel"] = options.get("cancel") or threading.Event()
         return AsyncStream(lambda: self.stream(messages, **options), cancel)
 
-    def prefill(self, messages: Sequence[Message] | str, **options: Any) -> Prefill:  # noqa: ANN401
-        """Prefill a conversation without answering it. Warms the cache, and returns the logits after the prompt."""
+    def prefill(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401
+        """Prefill a conversation, and answer with no token. Warms the cache, and gives the logits after the prompt."""
         self._need("logits", "a prefill alone")
-        request = Request.of(options)
-        limit = Limit(request.cancel, request.timeout)
-        plan = self._plan(messages, request, tokens=0)
-        stream = self._run(plan, limit)
+        plan, stream, limit = self._run(messages, options, tokens=0)
         if plan.kept:
             plan.kept.write(self.when_idle)
         check_time(limit, 0)
         if stream.first_logits is None:
             raise CancelledError("The prefill was cancelled.")
-        return Prefill(stream.first_logits, usage_of(plan, stream, 0, limit.spent), plan.prompt)
+        usage = usage_of(plan, stream, 0, limit.spent)
+        return Generation("", (), stream.finish, usage, plan.prompt, stream.first_logits)
 
     def explain(self, messages: Sequence[Message] | str, **options: Any) -> Explanation:  # noqa: ANN401
-        """What `generate` would do with this request, as a table of regions. It makes the plan and does not run it.
-
-        With `select`, making the plan takes one pass of the question.
-        """
+        """What `generate` would do with this request, as a table of regions. With `select`, it looks for packs."""
         plan = self._plan(messages, Request.of(options), learn=False)
         tokens, seconds = self._pace
         pace = seconds / tokens if tokens else self._probe()
@@ -211,22 +200,16 @@ class Session:
         return explain(plan, self._found(plan), pace, state_bytes, is_bitwise=is_bitwise)
 
     def perplexity(self, messages: Sequence[Message] | str, answer: str, **options: Any) -> float:  # noqa: ANN401
-        """Perplexity per token of `answer` to a conversation; 1.0 for an answer without tokens.
-
-        Raises as `generate`.
-        """
+        """Perplexity per token of `answer` to a conversation; 1.0 without tokens. Raises as `generate`."""
         self._need("losses", "the likelihood of a given answer")
         tokens = tuple(self.tokenizer.encode(answer, add_special_tokens=False))
         if not tokens:
             return 1.0
-        request = Request.of(options)
-        limit = Limit(request.cancel, request.timeout)
-        plan = self._plan(messages, request, forced=tokens, tokens=len(tokens))
-        losses = self._run(plan, limit).losses
+        _, stream, limit = self._run(messages, options, forced=tokens, tokens=len(tokens))
         check_time(limit, 0)
-        if not losses:
+        if not stream.losses:
             raise CancelledError("The measurement was cancelled.")
-        return math.exp(fmean(losses))
+        return math.exp(fmean(stream.losses))
 
     def build_pack(  # noqa: PLR0913 - as `build_packs`
         self,
@@ -259,12 +242,11 @@ class Session:
         compress: Compression = "none",
         progress: bool = True,
     ) -> Iterator[KnowledgePack]:
-        """The packs of `texts`, in order and one at a time, so that memory does not limit their number.
+        """The packs of `texts`, in order and one at a time, each with the same bits as from `build_pack`.
 
-        Each has the same bits as from `build_pack`. On a server all packs are lazy, and the server compiles them on
-        first use. A text that is too short for a token of its own, or longer than the model's positions (checked before
-        any of it is computed), is left out and passed to `on_short`; without `on_short`, its error is raised. A
-        progress bar appears after one second.
+        On a server all packs are lazy, and the server compiles them on first use. A text that is too short for a token
+        of its own, or longer than the model's positions, is left out and passed to `on_short`; without `on_short`, its
+        error is raised.
         """
         lazy = lazy or self.is_lazy
         self._need("kv", "building packs", needed=not lazy)
@@ -308,8 +290,7 @@ class Session:
         """Start to use the model as it is now, after its weights were changed on purpose.
 
         Computes the fingerprint again, from the tensors themselves, and drops all KV in memory. Packs made before the
-        change then belong to another model. Changes that are cheap to detect need no call (see `ModelWatch`); a write
-        through `.data` may not be detected. Raises `BusyError` while answers are under way or packs are pinned.
+        change then belong to another model. Raises `BusyError` while answers are under way or packs are pinned.
         """
         self._cache("refresh").refresh()
         with self._planning:
@@ -322,9 +303,7 @@ class Session:
     def pin(self, pack: KnowledgePack) -> object:
         """Keep the KV of `pack`, at the position it was compiled for, in memory. `unpin` takes the returned object."""
         pack.check(self.fingerprint)
-        start = len(pack.prefix)
-        span = Span(start, start + len(pack.token_ids), PackRef("", pack))
-        return self._cache("pin").pin(self._planner.pinned(pack, span))
+        return self._cache("pin").pin(self._planner.pinned(pack))
 
     def unpin(self, pinned: object) -> None:
         """Allow the prefix tree to evict a pinned pack again."""
@@ -354,9 +333,10 @@ class Session:
         if needed and capability not in self.engine.supports:
             raise refusal(self.engine, self.name, capability, what)
 
-    def _cache(self, what: str) -> CachingEngine:
+    def _cache(self, what: str) -> LocalEngine:
+        """The engine; raises `UnsupportedRequestError` unless it has the members of the capability `cache`."""
         self._need("cache", what)
-        return cast("CachingEngine", self.engine)
+        return cast("LocalEngine", self.engine)
 
     def _plan(
         self,
@@ -385,7 +365,7 @@ class Session:
         return replace(plan, grammar=grammar, opened=opened, forced=forced)
 
     def _prefill_steps(self, plan: Plan) -> Iterator[None]:
-        """Prefill `plan` in short steps, so that a request that arrives meanwhile waits for one step at most."""
+        """Prefill `plan` in short steps, for one of which a request that arrives meanwhile waits."""
         for stop in range(_STEP_TOKENS, len(plan.prompt) + _STEP_TOKENS, _STEP_TOKENS):
             for _token in self.engine.run(plan.until(stop)):
                 pass
@@ -396,20 +376,27 @@ class Session:
         stream.limit = limit
         return stream
 
-    def _run(self, plan: Plan, limit: Limit) -> TokenStream:
-        """The stream of `plan`, run to its end."""
+    def _run(
+        self,
+        messages: Sequence[Message] | str,
+        options: Mapping[str, Any],
+        *,
+        tokens: int,
+        forced: tuple[int, ...] = (),
+    ) -> tuple[Plan, TokenStream, Limit]:
+        """The plan of a request, its stream, run to the end, and its limit; `tokens` and `forced` are as in `_plan`."""
+        request = Request.of(options)
+        limit = Limit(request.cancel, request.timeout)
+        plan = self._plan(messages, request, tokens=tokens, forced=forced)
         with self._idle.request():
             stream = self._start(plan, limit)
             for _ in stream:
                 pass
-        return stream
+        return plan, stream, limit
 
     def _answer(self, plan: Plan, request: Request, stream: TokenStream) -> Generator[Delta, None, Generation]:
-        answer = read_answer(plan, stream, self.template, self.tokenizer, request)
-        if request.gives_logprobs:
-            answer = with_logprobs(answer, stream, self.tokenizer)
         with self._idle.request():
-            generation = yield from answer
+            generation = yield from read_answer(plan, stream, self.template, self.tokenizer, request)
         if plan.kept:
             plan.kept.write(self.when_idle)
         usage = generation.usage

@@ -26,13 +26,12 @@ def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any
     """A session for a Hugging Face id, a folder or a model object; see `kp_core.engines.hf.loading.load_session`.
 
     Without `model`, loads the bundled SmolLM2-135M-Instruct. `model` may also be any `Engine`. With `engine="llama"`,
-    llama.cpp runs a GGUF file; see `kp_core.engines.llama.loading.load_session`. It is also the default for such a file
-    if it can run it and knows all `settings`; `engine="hf"` prevents that. `engine` may name a function that makes an
-    engine, as `package.module:function`; it is called with `model` and `settings`. `engine` may also be the address of
-    a server (`http://…`, see `kp_serve.engine.VLLMEngine`), which then answers. In this case `model` is the folder or
-    id of the tokenizer, needed only if it differs from the one that the server names, and `api_key` may be given.
-    Raises `ModelError` for any other `model` or `engine` and for a `dtype` with a server, and `MissingDependencyError`
-    for an address when `kp_serve` is not installed.
+    llama.cpp runs a GGUF file (`kp_core.engines.llama.loading.load_session`). It is also the default for such a file if
+    it can run it and knows all `settings`; `engine="hf"` prevents that. `engine` may name a function that makes an
+    engine from `model` and `settings`, as `package.module:function`, or be the address of a server (`http://…`, see
+    `kp_serve.engine.VLLMEngine`). `model` is then the folder or id of the tokenizer, needed only if it differs from the
+    one that the server names, and `api_key` may be given. Raises `ModelError` for any other `model` or `engine` and for
+    a `dtype` with a server, and `MissingDependencyError` for an address when `kp_serve` is not installed.
     """
     if engine is not None and engine.startswith(("http://", "https://")):
         if "dtype" in settings:

@@ -150,9 +150,8 @@ def calibrate(  # noqa: PLR0913 - every criterion is a setting
 
     An answer is coherent when at most `most_repetition` of its word triples repeat earlier ones, its perplexity under
     the unsteered model is at most `most_perplexity` times that of the unsteered answers, and `is_valid` accepts it (by
-    default, any answer that is not empty; for code, for example, a parser). The coherent range contains the alphas
-    around 0, without a gap, whose share of coherent answers is at least `least_coherence` times that at alpha 0. It is
-    relative because small models ramble even without steering.
+    default, any answer that is not empty). The coherent range contains the alphas around 0, without a gap, whose share
+    of coherent answers is at least `least_coherence` times that at alpha 0.
 
     Raises `SteeringError` for no tasks, no alphas, and an alpha or a score that is not finite; otherwise as
     `engine.generate`.
@@ -219,9 +218,8 @@ def repetition(text: str) -> float:
 def likeness(pairs: Sequence[Pair], embedder: Any) -> Callable[[str], float]:  # noqa: ANN401 - has `embed(texts)`
     """A score for `calibrate`: 1 for a text like the average positive side of `pairs`, -1 like the negative one.
 
-    `embedder` is one of `kp_core.facts.embed`. The text's embedding is projected on the line between the means of the
-    two sides. Of a conversation, only the last message counts. Raises `SteeringError` for no pairs, and for pairs whose
-    sides have the same mean embedding.
+    `embedder` is one of `kp_core.facts.embed`. Of a conversation, only the last message counts. Raises `SteeringError`
+    for no pairs, and for pairs whose sides have the same mean embedding.
     """
     if not pairs:
         raise SteeringError("Got no pairs; expected the pairs that the steering was made from.")

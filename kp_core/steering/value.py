@@ -1,7 +1,4 @@
-"""A steering as a value with arithmetic: what is added to cached values, without extra tokens or forward passes.
-
-It is stored as one safetensors file, as safe as a pack file: digested, fingerprinted, written atomically.
-"""
+"""A steering as a value with arithmetic, and its file: safetensors, digested, fingerprinted, written atomically."""
 
 from __future__ import annotations
 
@@ -82,15 +79,13 @@ def check_method(method: str, *, keys: bool) -> None:
 class Steering:
     """Per-layer deltas for a KV cache, made from contrastive pairs. Steerings with the same effect are equal.
 
-    `values` maps layers to float32 tensors of shape `(kv_heads, head_dim)` on the CPU, in units of the cached values:
-    `V + delta` at every steered position (Knowledge Packs, arXiv 2604.03270, section 2.6). `keys` does the same for
-    keys, with `method="last_token"` only (KV cache steering, arXiv 2507.08799): RoPE rotates each cached key by its
-    position, so a mean of keys over positions is meaningless.
+    `values` maps layers to float32 tensors `(kv_heads, head_dim)` on the CPU: `V + delta` at every steered position
+    (Knowledge Packs, arXiv 2604.03270, section 2.6). `keys` does the same for keys, with `method="last_token"` only (KV
+    cache steering, arXiv 2507.08799).
 
     `scales` maps layers to the mean norm of a cached value vector (all heads of one token) over the pairs; it is the
-    unit of `strength`. `coherent` has the least and greatest alpha at which text was measured to stay coherent
-    (infinite if no limit was found). `recommended` has the alphas that a calibration chose, without and with packs.
-    Multiplication rescales both. `provenance` is a free record for people.
+    unit of `strength`. `coherent` has the least and greatest alpha at which text stayed coherent (infinite if no limit
+    was found), `recommended` the alphas that a calibration chose, without and with packs. Multiplication rescales both.
 
     `a + b`, `a - b`, `-a`, `2 * a`, `a * 2`, `a / 2` are new steerings. Raises `SteeringError` for deltas that are not
     finite or have another shape, for none at all, and for a wrong `method`.
@@ -154,10 +149,7 @@ class Steering:
         return fmean(norm / scales[layer] for layer, norm in norms.items())
 
     def default_alpha(self, *, with_knowledge: bool) -> float:
-        """The alpha to use by default: the one that `calibrate` recommends, without or with packs.
-
-        For an uncalibrated steering, it is 0.7 with packs (arXiv 2604.03270, section 4.7), else 1.
-        """
+        """The alpha that `calibrate` recommends; otherwise 0.7 with packs (arXiv 2604.03270, section 4.7), else 1."""
         if self.recommended is not None:
             return self.recommended[with_knowledge]
         return _WITH_KNOWLEDGE if with_knowledge else 1.0
@@ -180,10 +172,7 @@ class Steering:
         return self * (_finite(strength, "strength") / self.strength)
 
     def scaled(self, *, c_v: float = 1.0, c_k: float = 1.0) -> Steering:
-        """Values times `c_v`, keys times `c_k` (the coefficients of arXiv 2507.08799).
-
-        Raises `SteeringError` for a coefficient that is not finite.
-        """
+        """Values times `c_v`, keys times `c_k` (arXiv 2507.08799); raises `SteeringError` unless both are finite."""
         bounds = chosen = None
         if self.coherent is not None and c_v:
             low, high = sorted(bound / c_v for bound in self.coherent)
@@ -211,7 +200,7 @@ class Steering:
         )
 
     def cosine(self, other: Steering) -> float:
-        """Cosine of the value deltas over all layers of both. A missing layer counts as zero; with a zero side, 0."""
+        """Cosine of the value deltas over all layers of both; a missing layer counts as zero."""
         own_norm, other_norm = (math.hypot(*steering.norms.values()) for steering in (self, other))
         return (
             sum(_dots(self.values, other.values).values()) / (own_norm * other_norm) if own_norm and other_norm else 0.0
@@ -225,8 +214,7 @@ class Steering:
     def check(self, fingerprint: ModelFingerprint) -> None:
         """Raise `SteeringMismatchError`, naming each differing field, unless this steering was made for that model.
 
-        A vLLM server makes no steerings, so it accepts those of any engine with the same model. How passes are computed
-        (`passes`) is ignored.
+        A vLLM server makes no steerings, so it accepts those of any engine with the same model.
         """
         differences = self.fingerprint.diff(fingerprint)
         differences.pop("passes", None)
@@ -308,8 +296,7 @@ AskedSteering: TypeAlias = Steering | tuple[Steering, float | None]
 def resolve_layers(layers: LayerRange | None, count: int) -> tuple[int, ...]:
     """Indices of `layers` in a model of `count` layers: by default the middle third (arXiv 2604.03270, section 4.5).
 
-    A pair with a float is read as fractions of the depth, everything else as indices. Raises `SteeringError` for layers
-    that the model does not have.
+    Raises `SteeringError` for layers that the model does not have.
     """
     advice = f"expected two fractions like (1/3, 2/3), or indices from 0 to {count - 1} like range(10, 20)."
     if not isinstance(layers, Sequence | None):
@@ -412,7 +399,7 @@ def _content(steering: Steering) -> tuple[dict[str, object], dict[str, Tensor]]:
 
 
 def load_steering(path: str | Path) -> Steering:
-    """Load the steering in `path` and check every digest; nothing is unpickled, and the file is not memory-mapped.
+    """Load the steering in `path` and check every digest; nothing is unpickled.
 
     `Steering.check` tests at use whether it fits a model. Raises `SteeringError` for a file that is damaged, of another
     kind or of another version, `FileNotFoundError` if there is none.

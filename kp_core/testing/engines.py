@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kp_core.compose import Composer
-from kp_core.engines.base import CAPABILITIES, AttendingEngine, CachingEngine, Engine, TokenStream
-from kp_core.engines.planning import Planner
+from kp_core.engines.base import CAPABILITIES, MEMBERS, Engine, TokenStream
+from kp_core.engines.local.engine import LocalEngine
+from kp_core.engines.reading import Generation
 from kp_core.engines.request import Request
-from kp_core.engines.selecting import Selector
 from kp_core.engines.session import Session
 from kp_core.engines.shared import load_engine, session_of
 from kp_core.errors import KVShapeError
@@ -24,6 +24,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
 from kp_core.plan import Limit, Plan
 from kp_core.testing.models import tiny_model, tiny_tokenizer
+from kp_core.testing.stores import holds
 
 __all__ = ["check_composer", "check_engine"]
 
@@ -39,7 +40,7 @@ def check_engine(engine: Engine | Session) -> None:
     Raises `AssertionError` with the broken rule.
     """
     model = engine.engine if isinstance(engine, Session) else engine
-    _holds("An engine has all members of `Engine`.", isinstance(model, Engine))
+    holds("An engine has all members of `Engine`.", isinstance(model, Engine))
     _check_members(model)
     for check in (_check_answers, _check_packs, _check_capabilities, _check_logprobs):
         check(session_of(engine))
@@ -47,43 +48,40 @@ def check_engine(engine: Engine | Session) -> None:
 
 def _check_members(model: Engine) -> None:
     supports, lacks = set(model.supports), set(model.lacks)
-    _holds("`supports` and `lacks` have only names of `CAPABILITIES`.", supports | lacks <= set(CAPABILITIES))
-    _holds("`lacks` gives reasons only for what `supports` does not name.", not supports & lacks)
-    _holds("`identity` is a ModelFingerprint.", isinstance(model.identity, ModelFingerprint))
-    _holds("`identity` is the same each time.", model.identity == model.identity)
-    _holds("`max_positions` is a positive integer.", isinstance(model.max_positions, int) and model.max_positions > 0)
-    for capability, protocol in (("cache", CachingEngine), ("attention", AttendingEngine)):
-        members = [name for name in vars(protocol) if not name.startswith("_")] if capability in supports else []
-        is_whole = all(hasattr(model, name) for name in members)
-        _holds(f"With `{capability}`, it has all members of `{protocol.__name__}`.", is_whole)
+    holds("`supports` and `lacks` have only names of `CAPABILITIES`.", supports | lacks <= set(CAPABILITIES))
+    holds("`lacks` gives reasons only for what `supports` does not name.", not supports & lacks)
+    holds("`identity` is a ModelFingerprint.", isinstance(model.identity, ModelFingerprint))
+    holds("`identity` is the same each time.", model.identity == model.identity)
+    holds("`max_positions` is a positive integer.", isinstance(model.max_positions, int) and model.max_positions > 0)
+    for capability in supports & MEMBERS.keys():
+        is_whole = all(hasattr(model, name) for name in MEMBERS[capability])
+        holds(f"With `{capability}`, it has {', '.join(MEMBERS[capability])}.", is_whole)
 
 
 def _check_answers(session: Session) -> None:
     engine, plan = session.engine, _plan(session, max_tokens=_TOKENS)
     stream = engine.run(plan)
-    _holds("`run` returns a TokenStream.", isinstance(stream, TokenStream))
-    _holds("`run` computes nothing before the first token is read.", stream.computed_tokens == 0)
+    holds("`run` returns a TokenStream.", isinstance(stream, TokenStream))
+    holds("`run` computes nothing before the first token is read.", stream.computed_tokens == 0)
     tokens = list(stream)
-    _holds("Tokens are integers from 0 on.", all(isinstance(token, int) and token >= 0 for token in tokens))
-    _holds("An answer has at least one token.", len(tokens) > 0)
-    _holds("An answer has at most `plan.token_budget` tokens.", len(tokens) <= _TOKENS)
-    _holds(
-        "An answer shorter than its budget has the finish 'stop'.", len(tokens) == _TOKENS or stream.finish == "stop"
-    )
-    _holds("`computed_tokens` counts tokens of the prompt.", 0 <= stream.computed_tokens <= len(plan.prompt))
-    _holds("Equal greedy plans have equal answers.", list(engine.run(plan)) == tokens)
+    holds("Tokens are integers from 0 on.", all(isinstance(token, int) and token >= 0 for token in tokens))
+    holds("An answer has at least one token.", len(tokens) > 0)
+    holds("An answer has at most `plan.token_budget` tokens.", len(tokens) <= _TOKENS)
+    holds("An answer shorter than its budget has the finish 'stop'.", len(tokens) == _TOKENS or stream.finish == "stop")
+    holds("`computed_tokens` counts tokens of the prompt.", 0 <= stream.computed_tokens <= len(plan.prompt))
+    holds("Equal greedy plans have equal answers.", list(engine.run(plan)) == tokens)
     begun = engine.run(plan)
     next(begun)
     begun.close()
-    _holds("A stream may be closed early, and the next answer is the same.", list(engine.run(plan)) == tokens)
-    _holds("With a budget of 0, there are no tokens.", not list(engine.run(plan.until(len(plan.prompt)))))
+    holds("A stream may be closed early, and the next answer is the same.", list(engine.run(plan)) == tokens)
+    holds("With a budget of 0, there are no tokens.", not list(engine.run(plan.until(len(plan.prompt)))))
     limited = engine.run(plan)
     limited.limit = Limit(timeout=1e-9)
     is_early = not list(limited)
-    _holds("A stream that its limit ends before a token is 'cancelled'.", not is_early or limited.finish == "cancelled")
+    holds("A stream that its limit ends before a token is 'cancelled'.", not is_early or limited.finish == "cancelled")
     alone = [session.generate(text, max_tokens=_TOKENS).token_ids for text in (*_FACTS, _ASKED)]
     together = dict(session.generate_many(enumerate((*_FACTS, _ASKED)), max_tokens=_TOKENS, progress=False))
-    _holds("Answers in several threads are those alone.", alone == [together[at].token_ids for at in range(3)])
+    holds("Answers in several threads are those alone.", alone == [together[at].token_ids for at in range(3)])
 
 
 def _check_packs(session: Session) -> None:
@@ -92,7 +90,7 @@ def _check_packs(session: Session) -> None:
     messages = [{"role": "system", "content": f"{_FACTS[0]}\n"}, {"role": "user", "content": _ASKED}]
     as_text = session.generate(messages, max_tokens=_TOKENS)
     is_equal = with_pack.prompt.token_ids != as_text.prompt.token_ids or with_pack.token_ids == as_text.token_ids
-    _holds("A pack gives the answer that its text gives.", is_equal)
+    holds("A pack gives the answer that its text gives.", is_equal)
 
 
 def _check_capabilities(session: Session) -> None:
@@ -100,42 +98,43 @@ def _check_capabilities(session: Session) -> None:
     if "kv" in supports:
         packs = list(session.build_packs(_FACTS, progress=False))
         is_whole = all(pack.kv is not None and pack.kv.tokens == len(pack.token_ids) for pack in packs)
-        _holds("`kv` gives the KV of the wanted tokens of each plan, in order.", is_whole)
+        holds("`kv` gives the KV of the wanted tokens of each plan, in order.", is_whole)
     if "logits" in supports:
-        logits = session.prefill(_ASKED).logits
-        _holds("`first_logits` has one dimension.", logits.dim() == 1)
-        _holds("The first greedy token has the largest logit.", int(logits.argmax()) == plain.token_ids[0])
+        prefilled = session.prefill(_ASKED)
+        logits = _logits(prefilled)
+        holds("`first_logits` has one dimension.", logits.dim() == 1)
+        holds("The first greedy token has the largest logit.", int(logits.argmax()) == plain.token_ids[0])
     if {"logits", "bitwise"} <= supports:
-        same = torch.equal(logits, session.prefill(_ASKED, reuse=False).logits)
-        _holds("With `bitwise`, reused KV gives the same bits as computed KV.", same)
+        same = _are_alike(session, prefilled, session.prefill(_ASKED, reuse=False))
+        holds("With `bitwise`, reused KV gives the same bits as computed KV.", same)
     if {"attention", "kv"} <= supports:
         packs = list(session.build_packs(_FACTS, compiled_for="system", progress=False))
         selected = session.generate(_ASKED, packs=packs, composer="select:packs=1", max_tokens=_TOKENS)
-        _holds("With `attention`, a question is answered from some of its packs.", selected.usage.unread_packs == 1)
+        holds("With `attention`, a question is answered from some of its packs.", selected.usage.unread_packs == 1)
     if "losses" in supports:
         stream = session.engine.run(_plan(session, forced=(1, 2, 3)))
-        _holds("A forced answer gives its tokens.", list(stream) == [1, 2, 3])
+        holds("A forced answer gives its tokens.", list(stream) == [1, 2, 3])
         losses = stream.losses
-        _holds("There is a loss of 0 or more per forced token.", len(losses) == 3 and all(loss >= 0 for loss in losses))
+        holds("There is a loss of 0 or more per forced token.", len(losses) == 3 and all(loss >= 0 for loss in losses))
     if "sampling" in supports:
         sampled = [session.generate(_ASKED, temperature=1.0, seed=7, max_tokens=_TOKENS).token_ids for _ in range(2)]
-        _holds("Equal seeds choose equal tokens.", sampled[0] == sampled[1])
+        holds("Equal seeds choose equal tokens.", sampled[0] == sampled[1])
     if "grammar" in supports:
         answer = session.generate(_ASKED, response_schema=_SCHEMA, max_tokens=32).text
-        _holds("With a grammar, the answer is of this grammar.", answer.replace(" ", "") == '{"n":7}')
+        holds("With a grammar, the answer is of this grammar.", answer.replace(" ", "") == '{"n":7}')
     if {"steer", "kv"} <= supports:
         steering = session.make_steering([_FACTS], progress=False)
         session.generate(_ASKED, steering=(steering, 8.0), scope="prompt", max_tokens=_TOKENS)
         again = session.generate(_ASKED, max_tokens=_TOKENS)
-        _holds("Steered KV is not used in plain prompts.", again.token_ids == plain.token_ids)
+        holds("Steered KV is not used in plain prompts.", again.token_ids == plain.token_ids)
     if "cache" in supports:
-        caching, plan = cast("CachingEngine", session.engine), _plan(session, max_tokens=1)
+        caching, plan = cast("LocalEngine", session.engine), _plan(session, max_tokens=1)
         pinned = caching.pin(plan)
         caching.clear_cache()
-        _holds("A pinned prompt stays in the prefix tree.", caching.found(plan) == len(plan.prompt))
+        holds("A pinned prompt stays in the prefix tree.", caching.found(plan) == len(plan.prompt))
         caching.unpin(pinned)
         caching.clear_cache()
-        _holds("`clear_cache` drops what is not pinned.", caching.found(plan) == 0)
+        holds("`clear_cache` drops what is not pinned.", caching.found(plan) == 0)
 
 
 def _check_logprobs(session: Session) -> None:
@@ -144,12 +143,12 @@ def _check_logprobs(session: Session) -> None:
     plain = session.generate(_ASKED, max_tokens=_TOKENS)
     scored = session.generate(_ASKED, top_logprobs=2, max_tokens=_TOKENS)
     logprobs = scored.logprobs or ()
-    _holds("Log-probabilities do not change the answer.", scored.token_ids == plain.token_ids)
+    holds("Log-probabilities do not change the answer.", scored.token_ids == plain.token_ids)
     ids = tuple(token.token_id for token in logprobs)
-    _holds("There is a log-probability per token, of this token.", ids == scored.token_ids)
+    holds("There is a log-probability per token, of this token.", ids == scored.token_ids)
     likeliest = [token.top[0] for token in logprobs]
     is_first = all(token.token_id == best.token_id for token, best in zip(logprobs, likeliest, strict=True))
-    _holds("A greedy token is the likeliest.", is_first)
+    holds("A greedy token is the likeliest.", is_first)
 
 
 def check_composer(composer: Composer, engine: Session | None = None) -> None:
@@ -157,8 +156,8 @@ def check_composer(composer: Composer, engine: Session | None = None) -> None:
 
     Raises `AssertionError` with the broken rule.
     """
-    _holds("A composer has all members of `Composer`.", isinstance(composer, Composer))
-    _holds("`key` is a text that does not change.", bool(composer.key) and str(composer.key) == composer.key)
+    holds("A composer has all members of `Composer`.", isinstance(composer, Composer))
+    holds("`key` is a text that does not change.", bool(composer.key) and str(composer.key) == composer.key)
     session = engine or load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(merges=7))
     packs = list(session.build_packs(_FACTS, compiled_for="system", progress=False))
     kept = [pack.kv.clone() for pack in packs if pack.kv]
@@ -166,51 +165,50 @@ def check_composer(composer: Composer, engine: Session | None = None) -> None:
     oracle = session.prefill(_ASKED, packs=packs, reuse=False)
     one = session.prefill(_ASKED, **options | {"packs": packs[:1]})
     alone = session.prefill(_ASKED, packs=packs[:1], reuse=False)
-    _holds("A pack where it was compiled is exact.", _are_alike(session, one.logits, alone.logits))
+    holds("A pack where it was compiled is exact.", _are_alike(session, one, alone))
     session.clear_cache()
     try:
         composed = session.prefill(_ASKED, **options)
     except KVShapeError as error:
-        raise AssertionError(f"`fill` returns KV of the tokens of its region. Got: {error}") from error
+        raise AssertionError(f"`fill` returns tokens of its region. Got: {error}") from error
     prompt = composed.prompt
     spans = tuple(composer.regions(prompt))
-    _holds("`regions` returns spans of the prompt.", set(spans) <= set(prompt.spans))
+    holds("`regions` returns spans of the prompt.", set(spans) <= set(prompt.spans))
     moved = [span for span in spans if span.pack.prefix.token_ids != prompt.token_ids[: span.start]]
     approximate = 0 if composer.exact else sum(map(len, moved))
-    _holds("What is composed counts as approximate unless `exact`.", composed.usage.approximate_tokens == approximate)
-    is_exact = _are_alike(session, composed.logits, oracle.logits)
-    _holds("An `exact` composer gives the logits of a plain prefill.", is_exact or not composer.exact)
-    _holds("`fill` leaves the KV of packs as it is.", all(map(_are_equal, kept, packs)))
+    holds("What is composed counts as approximate unless `exact`.", composed.usage.approximate_tokens == approximate)
+    is_exact = _are_alike(session, composed, oracle)
+    holds("An `exact` composer gives the logits of a plain prefill.", is_exact or not composer.exact)
+    holds("`fill` leaves the KV of packs as it is.", all(map(_are_equal, kept, packs)))
     again = session.prefill(_ASKED, **options)
-    _holds("The prefix tree gives back what was composed.", _are_alike(session, again.logits, composed.logits))
+    holds("The prefix tree gives back what was composed.", _are_alike(session, again, composed))
     exact = session.prefill(_ASKED, packs=packs)
-    _holds("`fill` leaves KV outside of its region as it is.", _are_alike(session, exact.logits, oracle.logits))
+    holds("`fill` leaves KV outside of its region as it is.", _are_alike(session, exact, oracle))
     session.clear_cache()
     anew = session.prefill(_ASKED, **options)
-    _holds("Equal regions get equal KV each time.", _are_alike(session, anew.logits, composed.logits))
+    holds("Equal regions get equal KV each time.", _are_alike(session, anew, composed))
 
 
 def _plan(session: Session, forced: tuple[int, ...] = (), **options: Any) -> Plan:  # noqa: ANN401 - of `Request`
-    about = session.template, session.fingerprint, session.max_positions
-    selector = Selector(*about, lambda *_: None, session.build_packs, session.tokenizer.decode)
-    planner = Planner(*about, lambda _: 0, selector, session.calibrations)
-    plan, *_ = planner.plan(_ASKED, Request.of(options))
+    plan, *_ = session._planner.plan(_ASKED, Request.of(options))  # noqa: SLF001 - without what the engine lacks
     return replace(plan, forced=forced, token_budget=len(forced)) if forced else plan
 
 
-def _are_alike(session: Session, one: Tensor, other: Tensor) -> bool:
+def _logits(answer: Generation) -> Tensor:
+    if answer.logits is None:
+        raise AssertionError("With `logits`, `first_logits` is set after the prefill.")
+    return answer.logits
+
+
+def _are_alike(session: Session, one: Generation, other: Generation) -> bool:
     """Whether logits are the same bits; where the engine does not support that, the same but for rounding."""
+    mine, theirs = _logits(one), _logits(other)
     if "bitwise" in session.engine.supports:
-        return torch.equal(one, other)
-    rounding = 1e-4 if one.dtype == torch.float32 else 0.1
-    return bool((one - other).float().norm() <= rounding * other.float().norm())
+        return torch.equal(mine, theirs)
+    rounding = 1e-4 if mine.dtype == torch.float32 else 0.1
+    return bool((mine - theirs).float().norm() <= rounding * theirs.float().norm())
 
 
 def _are_equal(kv: KVTensors, pack: KnowledgePack) -> bool:
     tensors = (*pack.kv.keys, *pack.kv.values) if pack.kv else ()
     return all(map(torch.equal, (*kv.keys, *kv.values), tensors))
-
-
-def _holds(rule: str, truth: bool) -> None:  # noqa: FBT001 - it is what an `assert` is given
-    if not truth:
-        raise AssertionError(rule)

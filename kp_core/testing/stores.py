@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from kp_core.facts import Fact, FactStore, Hit
 from kp_core.facts.embed import Embedder
 from kp_core.packs.blobs import Blobs, BlobStat, Buffer
 
-__all__ = ["HashEmbedder", "check_blobs", "check_fact_store"]
+__all__ = ["HashEmbedder", "check_blobs", "check_fact_store", "holds"]
 
 _THREADS = 8
 
@@ -56,7 +57,7 @@ def _check_bytes(blobs: Blobs) -> None:
     key, text = "a/b.txt", b"one two three"
     chunks: list[Buffer] = [b"one ", memoryview(b"two"), bytearray(b" three")]
     written = blobs.write(key, iter(chunks))
-    _holds("`write` returns True when it wrote.", written is True)
+    holds("`write` returns True when it wrote.", written is True)
     _same("`read` returns the chunks in order.", bytes(blobs.read(key)), text)
     for start, stop in ((4, None), (4, 7), (0, 3), (8, 99), (50, 60)):
         rule = f"`read(key, {start}, {stop})` returns these bytes, as far as there are any."
@@ -71,13 +72,13 @@ def _check_absence(blobs: Blobs) -> None:
     for key in ("gone", "b/gone", "a/below", "never"):
         if key.endswith("gone"):
             blobs.write(key, [b"x"])
-            _holds("`delete` returns True for a blob.", blobs.delete(key) is True)
+            holds("`delete` returns True for a blob.", blobs.delete(key) is True)
         _fails("`read` of an absent key raises FileNotFoundError.", partial(blobs.read, key), FileNotFoundError)
         _same("`stat` of an absent key is None.", (blobs.stat(key), blobs.stat(key, recent=True)), (None, None))
         _same("`list` does not name an absent key.", list(blobs.list(key)), [])
-        _holds("`delete` of an absent key returns False.", blobs.delete(key) is False)
+        holds("`delete` of an absent key returns False.", blobs.delete(key) is False)
     blobs.write("never", [b"x"])
-    _holds("`stat(recent=True)` never caches absence.", blobs.stat("never", recent=True) is not None)
+    holds("`stat(recent=True)` never caches absence.", blobs.stat("never", recent=True) is not None)
 
 
 def _check_stats(blobs: Blobs) -> None:
@@ -87,7 +88,7 @@ def _check_stats(blobs: Blobs) -> None:
         stat = blobs.stat("a") or BlobStat(-1, "", 0.0)
         _same("`stat` gives the size in bytes.", stat.size, 9)
         _same("`stat` of an unchanged blob is the same.", blobs.stat("a"), stat)
-        _holds("`modified` is in seconds since 1970.", abs(stat.modified - time.time()) < 60)
+        holds("`modified` is in seconds since 1970.", abs(stat.modified - time.time()) < 60)
         versions.add(stat.version)
     _same("The version changes whenever other bytes are written, also of the same size.", len(versions), 20)
 
@@ -133,7 +134,7 @@ def _check_wholeness(blobs: Blobs) -> None:
     with ThreadPoolExecutor(2) as pool:
         writing = pool.submit(lambda: [blobs.write("a", [data[:9], data[9:]]) for data in whole * 20])
         while not writing.done():
-            _holds("A reader sees the old blob or the new one, never a mix.", bytes(blobs.read("a")) in whole)
+            holds("A reader sees the old blob or the new one, never a mix.", bytes(blobs.read("a")) in whole)
         writing.result()
 
 
@@ -148,7 +149,7 @@ def check_fact_store(make: Callable[[Embedder], FactStore]) -> None:
 
 
 def _check_empty(store: FactStore, _: HashEmbedder) -> None:
-    _holds("A store is a `FactStore`.", isinstance(store, FactStore))
+    holds("A store is a `FactStore`.", isinstance(store, FactStore))
     empty = (len(store), store.namespaces(), store.banks(), list(store.facts()))
     _same("An empty store has no facts, namespaces or banks.", empty, (0, (), (), []))
     _fails("`search` in an empty store raises FactError.", lambda: store.search("q"))
@@ -174,7 +175,7 @@ def _check_adding(store: FactStore, _: HashEmbedder) -> None:
     store.add([Fact("past", expires=time.time() - 1), Fact("later")], ttl=1e6)
     _same("An expired fact is not found.", {fact.text for fact in store.facts()} & {"past", "later"}, {"later"})
     expires = store.get(Fact("later").id).expires or 0
-    _holds("`ttl` sets `expires`, in seconds since 1970.", abs(expires - time.time() - 1e6) < 60)
+    holds("`ttl` sets `expires`, in seconds since 1970.", abs(expires - time.time() - 1e6) < 60)
 
 
 def _check_changes(store: FactStore, _: HashEmbedder) -> None:
@@ -200,10 +201,12 @@ def _check_search(store: FactStore, embedder: HashEmbedder) -> None:
         hits = store.search("q", k, where=where)
         _same("`search` returns the `k` nearest facts that match, nearest first.", _ids(hits), expected)
         close = [abs(hit.score - scores[hit.fact.id]) < 1e-3 for hit in hits]
-        _holds("The score of a hit is its cosine with the question.", all(close))
+        holds("The score of a hit is its cosine with the question.", all(close))
+    reversing: Any = partial(lambda _question, hits: hits[::-1])
+    reversing.depth = 7
     _same(
         "`rerank` sorts the best `depth` hits, of which the first `k` are returned.",
-        _ids(store.search("q", 3, rerank=_Reversing())),
+        _ids(store.search("q", 3, rerank=reversing)),
         [fact.id for fact in nearest[:7]][::-1][:3],
     )
     for rule, call in {
@@ -257,20 +260,12 @@ def _check_banks(store: FactStore, _: HashEmbedder) -> None:
     _fails("`bank_of` refuses a fact in no bank.", lambda: store.bank_of([Fact("unknown")]))
 
 
-class _Reversing:
-    """A reranker that reverses seven hits."""
-
-    depth = 7
-
-    def __call__(self, question: str, hits: Sequence[Hit]) -> list[Hit]:  # noqa: ARG002
-        return list(hits)[::-1]
-
-
 def _ids(hits: Sequence[Hit]) -> list[str]:
     return [hit.fact.id for hit in hits]
 
 
-def _holds(rule: str, truth: bool) -> None:  # noqa: FBT001 - it is what an `assert` is given
+def holds(rule: str, truth: bool) -> None:  # noqa: FBT001 - it is what an `assert` is given
+    """Raise `AssertionError` with the `rule` if it is broken."""
     if not truth:
         raise AssertionError(rule)
 

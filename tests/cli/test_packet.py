@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kp_core.compose import load_wrapper
+from kp_core import PacketComposer
 from tests.cli.conftest import as_json
 from tests.core.engines.test_packet_training import DOCUMENTS
 
@@ -31,7 +31,7 @@ def test_train_goes_on_and_eval_takes_what_was_held_out(kp: Kp, documents: Path,
     assert "isles.wrapper.training stays: the same command goes on." in out
     made = as_json(kp(*train, "--json"))
     assert (made["steps"], made["bytes"]) == (4, (tmp_path / "isles.wrapper").stat().st_size)
-    assert made["id"] == load_wrapper(tmp_path / "isles.wrapper").id
+    assert made["id"] == PacketComposer.load(tmp_path / "isles.wrapper").id
     assert not (tmp_path / "isles.wrapper.training").exists()
     asked = ("--documents", "2", "--documents", "3", "--limit", "1", "--wrapper", "isles.wrapper", *TINY)
     rows = as_json(kp("packet", "eval", str(documents), *asked, "--json"))["rows"]

@@ -27,23 +27,23 @@ def counting(engine: Session) -> Iterator[Counted]:
     """How many tokens go through the model meanwhile."""
     model: Any = engine.engine.model  # type: ignore[attr-defined]
     count = 0
-    plain = {name: getattr(model, name) for name in ("forward", "forward_at")}
+    plain = {name: getattr(model, name) for name in ("forward", "forward_among")}
 
     def forward(ids: Any, *rest: Any, **options: Any) -> Any:
         nonlocal count
         count += ids.shape[1]
         return plain["forward"](ids, *rest, **options)
 
-    def forward_at(ids: Any, *rest: Any, **options: Any) -> Any:
+    def forward_among(ids: Any, *rest: Any, **options: Any) -> Any:
         nonlocal count
         count += len(ids)
-        return plain["forward_at"](ids, *rest, **options)
+        return plain["forward_among"](ids, *rest, **options)
 
-    model.forward, model.forward_at = forward, forward_at
+    model.forward, model.forward_among = forward, forward_among
     try:
         yield lambda: count
     finally:
-        del model.forward, model.forward_at
+        del model.forward, model.forward_among
 
 
 @pytest.fixture(params=["float32", "bfloat16"])

@@ -185,7 +185,7 @@ def check(engine, talk, way, folder):
     assert kv.equal(expected[0])
     assert torch.equal(logits, expected[1])
     # So are the tokens that were decoded, and what is left of all for the next prompt.
-    assert torch.equal(answer.first_logits, expected[1])
+    assert torch.equal(answer.logits, expected[1])
     assert answer.token_ids == tuple(every[len(ids) - 1 : -1].argmax(-1).tolist())
     known = in_tree(engine, (*ids, *answer.token_ids), view)
     assert known.tokens >= len(ids) + len(answer.token_ids) - 1
@@ -234,7 +234,7 @@ def test_eight_at_once_have_the_bits_of_each_alone(architecture, dtype, talk, ta
         ids = (*answer.prompt.token_ids, *answer.token_ids)
         whole, every = in_one_pass(engine, ids)
         at = len(answer.prompt)
-        assert torch.equal(answer.first_logits, every[at - 1])
+        assert torch.equal(answer.logits, every[at - 1])
         assert answer.token_ids == tuple(every[at - 1 : -1].argmax(-1).tolist())
         known = in_tree(engine, ids, view)
         assert known.tokens >= len(ids) - 1

@@ -137,7 +137,7 @@ def test_any_order_of_plain_and_steered_requests_gives_what_each_gives_alone(arc
         user = data.draw(st.sampled_from(["Who?", "Who is the er, the one of 42 words?", "an"]))
         kind = data.draw(st.sampled_from(sorted(kinds)))
         warm, cold = (engine.generate(question(user), max_tokens=3, reuse=it, **kinds[kind]) for it in (True, False))
-        assert alike(engine, warm.first_logits, cold.first_logits), kind
+        assert alike(engine, warm.logits, cold.logits), kind
         assert warm.token_ids == cold.token_ids
 
 
@@ -150,7 +150,7 @@ def test_a_steering_of_nothing_is_no_steering(architecture, dtype):
     for nothing in (steering - steering, 0 * steering, (steering, 0.0), None):
         for scope in (None, "system", "pack", "prompt"):
             found = engine.generate(question(), packs=[pack], steering=nothing, scope=scope, max_tokens=4)
-            assert alike(engine, found.first_logits, plain.first_logits)
+            assert alike(engine, found.logits, plain.logits)
             assert found.token_ids == plain.token_ids
     for same in (
         pack.steer(steering, 0),

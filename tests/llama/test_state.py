@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kp_core.engines.llama.state import StateLayout
+from kp_core.engines.llama.state import measured_shape, read_state, state_size, write_state
 from kp_core.engines.local.buffer import CacheShape
 from kp_core.errors import KVShapeError, ModelError
 from kp_core.kv import KVTensors
@@ -23,8 +23,8 @@ def context(llama):
 
 
 @pytest.fixture(scope="module")
-def layout(llama):
-    return StateLayout(llama.engine.model.shape)
+def shape(llama):
+    return llama.engine.model.shape
 
 
 def compute(context, sequence, part):
@@ -35,25 +35,27 @@ def compute(context, sequence, part):
     return logits[-1]
 
 
-def restore(context, layout, sequence, kv, start):
-    context.call(context.restore, sequence, layout.size(kv.tokens), lambda state: layout.write(kv, start, state))
+def restore(context, shape, sequence, kv, start):
+    context.call(
+        context.restore, sequence, state_size(shape, kv.tokens), lambda state: write_state(shape, kv, start, state)
+    )
 
 
-def test_a_pack_behind_its_prefix_in_another_sequence_gives_the_same_bits(context, layout):
+def test_a_pack_behind_its_prefix_in_another_sequence_gives_the_same_bits(context, shape):
     compute(context, 0, slice(PREFIX.start, PACK.stop))
-    prefix, pack = (layout.read(context.call(context.state, 0, part.start, part.stop)) for part in (PREFIX, PACK))
+    prefix, pack = (read_state(shape, context.call(context.state, 0, part.start, part.stop)) for part in (PREFIX, PACK))
     expected = compute(context, 0, QUESTION)
-    restore(context, layout, 1, prefix, 0)
-    restore(context, layout, 1, pack, PACK.start)
+    restore(context, shape, 1, prefix, 0)
+    restore(context, shape, 1, pack, PACK.start)
     assert np.array_equal(compute(context, 1, QUESTION), expected)
-    assert layout.read(context.call(context.state, 1, PACK.start, PACK.stop)).equal(pack)
+    assert read_state(shape, context.call(context.state, 1, PACK.start, PACK.stop)).equal(pack)
 
 
-def test_what_is_written_is_what_llama_cpp_writes(context, layout):
+def test_what_is_written_is_what_llama_cpp_writes(context, shape):
     compute(context, 0, slice(0, 100))
     state = context.call(context.state, 0, 20, 100)
     again = np.empty_like(state)
-    layout.write(layout.read(state), 20, again)
+    write_state(shape, read_state(shape, state), 20, again)
     state[4:8] = again[4:8] = 0  # The number of the sequence, here and in each cell, counts for nothing.
     cells = [part[16 : 16 + 12 * 80].view("<i4").reshape(80, 3) for part in (state, again)]
     for part in cells:
@@ -61,11 +63,11 @@ def test_what_is_written_is_what_llama_cpp_writes(context, layout):
     assert np.array_equal(state, again)
 
 
-def test_cells_that_lie_in_another_order_are_read_by_position(context, layout):
+def test_cells_that_lie_in_another_order_are_read_by_position(context, shape):
     """Where cells of another sequence were freed, llama.cpp fills the gaps first or last, as it finds them."""
     compute(context, 0, slice(0, 40))
     compute(context, 1, slice(0, 40))
-    expected = layout.read(context.call(context.state, 0, 0, 40))
+    expected = read_state(shape, context.call(context.state, 0, 0, 40))
     context.call(context.remove, 1, 10, 20)
     state = context.call(context.state, 0, 0, 40)
     shuffled = state.copy()
@@ -77,10 +79,10 @@ def test_cells_that_lie_in_another_order_are_read_by_position(context, layout):
         rows = shuffled[at + 12 : at + 12 + 40 * 384].reshape(40, 384)
         rows[:] = rows[order].copy()
         at += 12 + 40 * 384
-    assert layout.read(shuffled).equal(expected)
+    assert read_state(shape, shuffled).equal(expected)
 
 
-SMALL = StateLayout(CacheShape(((1, 4, 4), (2, 4, 2)), torch.float16, torch.device("cpu")))
+SMALL = CacheShape(((1, 4, 4), (2, 4, 2)), torch.float16, torch.device("cpu"))
 
 
 def random_kv(layers, tokens):
@@ -92,19 +94,19 @@ def random_kv(layers, tokens):
 
 
 def written(tokens=3, start=5):
-    kv, state = random_kv(SMALL.shape.layers, tokens), np.empty(SMALL.size(tokens), np.uint8)
-    SMALL.write(kv, start, state)
+    kv, state = random_kv(SMALL.layers, tokens), np.empty(state_size(SMALL, tokens), np.uint8)
+    write_state(SMALL, kv, start, state)
     return kv, state
 
 
 def test_layers_of_different_heads_and_dimensions():
     kv, state = written()
-    assert SMALL.read(state).equal(kv)
+    assert read_state(SMALL, state).equal(kv)
 
 
 def test_one_token():
     kv, state = written(tokens=1)
-    assert SMALL.read(state).equal(kv)
+    assert read_state(SMALL, state).equal(kv)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_another_layout_is_refused_by_what_it_has(at, value, said):
     _, state = written()
     state[at : at + len(value)] = np.frombuffer(value, np.uint8)
     with pytest.raises(ModelError, match=said) as error:
-        SMALL.read(state)
+        read_state(SMALL, state)
     assert "0.3.36" in str(error.value)
 
 
@@ -134,7 +136,7 @@ def test_each_shorter_state_is_refused():
     _, state = written()
     for size in range(len(state)):
         with pytest.raises(ModelError, match="llama-cpp-python"):
-            SMALL.read(state[:size])
+            read_state(SMALL, state[:size])
 
 
 @pytest.mark.parametrize("dims", [(64, 32), (4, 2), (4, 4)])
@@ -142,9 +144,9 @@ def test_a_first_state_of_other_heads_is_refused(dims):
     """As multi-head latent attention, without values, or positions of several dimensions would give."""
     _, state = written()
     with pytest.raises(ModelError, match="llama-cpp-python"):
-        StateLayout.measured(state[: -10 * dims[0]], torch.float16, *dims)
+        measured_shape(state[: -10 * dims[0]], torch.float16, *dims)
 
 
 def test_kv_of_another_shape_is_not_written():
     with pytest.raises(KVShapeError, match="expected that of this model"):
-        SMALL.write(random_kv(((1, 4, 4),), 3), 0, np.empty(SMALL.size(3), np.uint8))
+        write_state(SMALL, random_kv(((1, 4, 4),), 3), 0, np.empty(state_size(SMALL, 3), np.uint8))

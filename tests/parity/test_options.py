@@ -11,8 +11,9 @@ from pydantic import ValidationError
 from kp_core import NaiveComposer, PackStore
 from kp_core.engines.base import CAPABILITIES
 from kp_core.engines.planning import Planner
-from kp_core.engines.request import OPTIONS
+from kp_core.engines.request import ABOUT, OF_THE_CORE, OPTIONS, PER_CALL
 from kp_core.errors import OptionError, PromptError, SamplingError
+from kp_core.settings import CALL_OPTIONS, MODEL_OPTIONS
 from kp_core.testing import CHATML
 from kp_langchain import ChatKnowledgePacks
 from kp_llamaindex import KnowledgePackLLM
@@ -20,7 +21,6 @@ from tests.conftest import tiny_engine
 from tests.parity.test_seams import FixedEngine
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
-WHERE = {"model": "model, call", "call": "call", "core": "core"}
 ADAPTERS = {"langchain": ChatKnowledgePacks, "llamaindex": KnowledgePackLLM}
 PAIRS = [("an 7 er", "er 42")]
 FACT = "The mill of Veyl.\n"
@@ -58,8 +58,6 @@ VALUES = {
     "response_schema": lambda _: SCHEMA,
     "reuse": lambda _: False,
 }
-FIELDS = [name for name, option in OPTIONS.items() if option.where == "model"]
-PER_CALL = [name for name, option in OPTIONS.items() if option.where != "core"]
 
 either = pytest.mark.parametrize("adapter", ADAPTERS)
 
@@ -81,8 +79,9 @@ def page():
     ]
     for name, option in OPTIONS.items():
         default = f"`{option.default!r}`"
-        about = option.about.replace("|", "\\|")
-        lines.append(f"| `{name}` | {default} | {WHERE[option.where]} | {about} |")
+        about = ABOUT[name].replace("|", "\\|")
+        where = "core" if name in OF_THE_CORE else "call" if name in PER_CALL else "model, call"
+        lines.append(f"| `{name}` | {default} | {where} | {about} |")
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -117,15 +116,15 @@ def test_the_page_is_the_table():
 
 
 def test_the_matrix_has_every_option(store):
-    assert set(VALUES) == set(PER_CALL)
+    assert set(VALUES) == set(CALL_OPTIONS)
     assert all(OPTIONS[name].default != make(store) for name, make in VALUES.items())
 
 
 @either
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", MODEL_OPTIONS)
 def test_a_field_means_what_the_table_says(adapter, name, store):
     made, option = ADAPTERS[adapter](), OPTIONS[name]
-    assert type(made).model_fields[name].description == option.about
+    assert type(made).model_fields[name].description == ABOUT[name]
     for given in (made, ADAPTERS[adapter](**{name: None}), made.model_copy(update={name: None})):
         value = plain(getattr(given, name))
         assert value in (None, option.default)
@@ -136,7 +135,7 @@ def test_a_field_means_what_the_table_says(adapter, name, store):
 
 
 @either
-@pytest.mark.parametrize("name", PER_CALL)
+@pytest.mark.parametrize("name", CALL_OPTIONS)
 def test_an_option_of_a_call_reaches_the_engine(adapter, name, store):
     value = VALUES[name](store)
     assert plain(getattr(heard(adapter, store, {}, **{name: value}), name)) == plain(value)
@@ -154,7 +153,7 @@ def test_a_misspelling_is_refused_with_the_near_miss(adapter, name):
         "call": lambda: (model.invoke if adapter == "langchain" else model.complete)("Hi", **{wrong: 1}),
         "bind": lambda: model.bind(**{wrong: 1}) if adapter == "langchain" else model.stream_chat([], **{wrong: 1}),
     }
-    taken = {"session": OPTIONS, "field": FIELDS, "call": PER_CALL, "bind": PER_CALL}
+    taken = {"session": OPTIONS, "field": MODEL_OPTIONS, "call": CALL_OPTIONS, "bind": CALL_OPTIONS}
     for place, call in calls.items():
         with pytest.raises(OptionError, match=f"no option '{wrong}'") as caught:
             call()

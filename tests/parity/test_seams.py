@@ -6,7 +6,7 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from pydantic import ValidationError
 
-from kp_core import Handle, ModelFingerprint, NaiveComposer, Packs, PackStore, Session, TokenStream
+from kp_core import Handle, ModelFingerprint, NaiveComposer, Packs, PackStore, Session, SpliceComposer, TokenStream
 from kp_core.errors import FingerprintMismatchError, ModelError, UnsupportedRequestError
 from kp_core.testing import tiny_tokenizer
 from kp_langchain import ChatKnowledgePacks
@@ -44,7 +44,7 @@ class FixedEngine:
 
 
 class LastComposer:
-    """Composes all packs of a prompt from the KV of another place."""
+    """Moves all packs of a prompt."""
 
     exact = False
 
@@ -54,9 +54,9 @@ class LastComposer:
     def regions(self, prompt):
         return prompt.spans
 
-    def fill(self, region, packs, forward):
+    def fill(self, region, packs, room, move):
         assert [pack.token_ids for pack in packs] == [span.pack.token_ids for span in region.spans]
-        return forward(region.token_ids)
+        return SpliceComposer().fill(region, packs, room, move)
 
 
 class ListStore(Packs):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from kp_core import KVTensors, PackStore, Prefix
-from kp_core.engines.local.altered import altered as alter
 from kp_core.engines.request import Request
 from kp_core.errors import PackError, UnsupportedRequestError
 from kp_core.steering import preset
@@ -67,7 +66,7 @@ def test_what_is_read_is_what_the_local_engine_alters(tmp_path, remote, formal):
         stored.write(below, whole)
         loaded = StoredRun(rights[-1].begins, ("a",))
         assert replace(loaded.parts[0], block="") == rights[-2].keeps
-        expected = [whole.slice(0, last.start), alter(whole.slice(last.start, last.stop), last)]
+        expected = [whole.slice(0, last.start), last.steered(whole.slice(last.start, last.stop))]
         for start in (0, last.stop // 2, last.stop - 1):
             found = read(stored, loaded, start)
             assert found.equal(KVTensors.concat(expected).slice(start, last.stop))

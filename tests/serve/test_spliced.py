@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kp_core import KVTensors, PacketComposer, PackStore, bundled_model, load_engine
-from kp_core.compose.packet import Wrapper, wrapper_bytes, wrapper_of
 from kp_core.engines.hf.foresight import token_embeddings
 from kp_core.engines.request import Request
 from kp_core.errors import PackError, UnsupportedRequestError
@@ -180,7 +179,7 @@ def test_what_cannot_be_moved_is_said(server, remote):
 def wrapped(remote, width, soft=3):
     made = torch.Generator().manual_seed(3)
     header, trailer = (torch.randn(count, width, generator=made) for count in (soft, soft - 1))
-    return PacketComposer(Wrapper(header, trailer, remote.fingerprint))
+    return PacketComposer(header, trailer, remote.fingerprint)
 
 
 def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_path):
@@ -191,7 +190,7 @@ def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_pa
     options = {"view": server.store.view("a"), "composer": composer}
     plan = remote._plan("{}\n{}\n{}\nWho?".format(*handles), Request.of(options))
     said, ids = asked(plan), list(plan.prompt.token_ids)
-    assert wrapper_of(base64.b64decode(said["wrapper"])) == composer.wrapper
+    assert PacketComposer.of(base64.b64decode(said["wrapper"])) == composer
 
     def ask(kp=said, prompt=ids, key="a"):
         done = server.ask("POST", "/v1/completions", {"prompt": prompt, "kp": kp, "max_tokens": 1}, key)
@@ -206,7 +205,7 @@ def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_pa
         (said | {"wrapper": 5}, ids, 400, "base64"),
         (said | {"wrapper": "%"}, ids, 400, "base64"),
         (said | {"wrapper": "aGVsbG8="}, ids, 400, "no wrapper"),
-        (said | {"wrapper": base64.b64encode(wrapper_bytes(other.wrapper)).decode()}, ids, 400, "weights"),
+        (said | {"wrapper": base64.b64encode(other.to_bytes()).decode()}, ids, 400, "weights"),
         (said | {"moved": [[moved[0][0] + 1, *moved[0][1:]], *moved[1:]]}, ids, 409, "is not"),
         (said, [*ids[: moved[0][0]], ids[moved[0][0]] + 1, *ids[moved[0][0] + 1 :]], 409, "is not"),
     ):
@@ -221,7 +220,7 @@ def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_pa
     assert len(server.embedded) == len(moved) == 2
     pack = server.store.get(Handle.parse(moved[0][2]))
     inner = ids[moved[0][0] + 3 : moved[0][1] - 2]
-    parts = [embeddings(pack.prefix.token_ids), composer.wrapper.header, embeddings(inner), composer.wrapper.trailer]
+    parts = [embeddings(pack.prefix.token_ids), composer.header, embeddings(inner), composer.trailer]
     assert torch.equal(server.embedded[0], torch.cat(parts))
     rights = Rights.read(server.seen[-1][1]["kv_transfer_params"], server.seen[-1][1]["cache_salt"], KEY)
     stored = StoredKV(server.store, served(tiny_engine()), rope=tiny_engine().engine.model.rope)

@@ -3,9 +3,8 @@
 Positions are divided into tiles of `TILE`. A token attends to each tile up to its own separately. The results are
 joined by their log-sum-exp in the order of positions. So the position of the token alone decides which numbers are
 multiplied and in which order they are added. Missing keys of a tile are masked, never cut off. Query rows are padded to
-a multiple of `_ROWS`, because the kernel computes the last one to three rows of a block differently. On processors
-whose matrix products do not depend on the number of rows, prefill, a short question, decoding and several answers at
-once give the same bits (`hf.bitwise` tests this).
+a multiple of `_ROWS`, because the kernel computes the last one to three rows of a block differently. `hf.bitwise` tests
+this.
 """
 
 from __future__ import annotations
@@ -81,10 +80,9 @@ def tiled_attention(  # noqa: PLR0913 - the signature is that of transformers' A
     """Attention of the new tokens of one or several sequences over themselves and all tokens before them.
 
     `query` is `(1, heads, new, head_dim)`, `key` and `value` are `(1, kv_heads, tokens, head_dim)`; returns
-    `(1, new, heads, head_dim)`. An engine passes the function `kp_attend` to compute the attention; its arguments are
-    the layer, query, key, value, scale and sinks. Without it, the tokens are the last of a sequence. An additive
-    `attention_mask`, `(batch, 1, new, tokens)`, allows tokens at any positions. `kp_weights` is then called with the
-    attention weights, `(heads, new, tokens)`.
+    `(1, new, heads, head_dim)`. An engine passes `kp_attend`, which computes it from the layer, query, key, value,
+    scale and sinks. Without it, the tokens are the last of a sequence, or at any positions with an additive
+    `attention_mask`, `(batch, 1, new, tokens)`; `kp_weights` is then called with the weights, `(heads, new, tokens)`.
 
     Raises `ValueError` when a model needs softcap or a position bias, and for sinks outside of an engine's passes.
     """
@@ -99,7 +97,7 @@ def tiled_attention(  # noqa: PLR0913 - the signature is that of transformers' A
     elif attention_mask is not None and attention_mask.ndim == 4:
         output = _placed(query, key, value, attention_mask, scaling, extra.get("kp_weights"))
     else:
-        output = _causal(query, key, value, scaling)
+        output = _by_mask(query, key, value, range(key.shape[2] - query.shape[2], key.shape[2]), scaling, Sees(), None)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -144,10 +142,7 @@ def tile_of_each(
 
 
 def keys_to_read(visible: int) -> int:
-    """How many first keys of a tile a row has to read that sees `visible` of them, to get the same bits as from all.
-
-    The CPU kernel adds over up to half a tile in the same order as over a whole one with the rest masked.
-    """
+    """How many first keys of a tile a row has to read that sees `visible` of them, to get the same bits as from all."""
     return -(-visible // _STEP) * _STEP if visible <= _HALF else TILE
 
 
@@ -238,8 +233,7 @@ def _of_rows(  # noqa: PLR0913
 def grouped_rows(query: Tensor, kv_heads: int) -> tuple[Tensor, int]:
     """Queries `(batch, heads, new, dim)` as rows for each key head, `(batch, kv_heads, rows, dim)`.
 
-    Query heads that share a key head become rows of one matrix, so that keys are read once. Also returns how many rows
-    were added at the end to make a multiple of `_ROWS`.
+    Also returns how many rows were added at the end to make a multiple of `_ROWS`.
     """
     batch, heads, new, dim = query.shape
     rows = heads // kv_heads * new
@@ -274,10 +268,7 @@ def _by_tile(positions: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _whole_tiles(key: Tensor, value: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-    """Keys and values padded to whole tiles up to `stop`, and values to the width of keys.
-
-    Those of a buffer already have whole tiles.
-    """
+    """Keys and values padded to whole tiles up to `stop`, and values to the width of keys."""
     whole, missing_width = -(-stop // TILE) * TILE, max(key.shape[3] - value.shape[3], 0)
     if key.shape[2] < whole or missing_width:
         key, value = key[:, :, :whole], value[:, :, :whole]
@@ -317,17 +308,6 @@ def _by_mask(  # noqa: PLR0913
     scores = (query @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale)).masked_fill(~visible, -torch.inf)
     scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)], dim=-1)
     return scores.softmax(dim=-1)[..., :-1].to(value.dtype) @ value
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Attention of the last tokens of a sequence, each over the tokens up to its own."""
-    new, tokens = query.shape[2], key.shape[2]
-    if new in (1, tokens):
-        return _sdpa(query, key, value, is_causal=new > 1, scale=scale, enable_gqa=True)
-    heads = query.shape[1]
-    key, value = (side.repeat_interleave(heads // side.shape[1], dim=1) for side in (key, value))
-    mask = torch.ones(new, tokens, dtype=torch.bool, device=query.device).tril(tokens - new)
-    return _sdpa(query, key, value, attn_mask=mask, scale=scale)
 
 
 def _placed(  # noqa: PLR0913

@@ -53,11 +53,10 @@ _LONG_CUTS = ((TILE,), (100, 2 * TILE - 3), (2 * TILE + 1, 2 * TILE + 2), (_LONG
 
 
 class PackedLinear:
-    """Computes linear layers with the same input as one product with packed weights.
+    """Computes linear layers with the same input, in the order of their calls, as one product with packed weights.
 
-    The first layer that is called multiplies for all of them. The result is kept until the last layer has its part. One
-    product of 960 columns takes half as long as three of 576, 192 and 192. `layers` are in the order of their calls.
-    With gradients, each layer computes as before. Later changes of the weights have no effect.
+    The first layer that is called multiplies for all of them: one product of 960 columns takes half as long as three of
+    576, 192 and 192. With gradients, each layer computes as before. Later changes of the weights have no effect.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -112,12 +111,10 @@ class PackedLinear:
 def pack_weights(model: nn.Module, one_pass: Callable[[], object] | None = None) -> list[PackedLinear]:
     """Make the linear layers of `model` multiply with packed weights; returns the products.
 
-    This applies to bfloat16 and float32 on a CPU that oneDNN supports. There, a plain linear layer in bfloat16 converts
-    its weights into oneDNN's layout at each call, which takes as long as 20 to 40 tokens. Packed, a row of a product
-    also has the same bits whatever the other rows are, which plain layers in float32 do not guarantee. `one_pass` of
-    the model shows which layers have the same input. Only layers of attention are multiplied together: the outputs of
-    other layers are so large that splitting them takes as long as it saves. With more than 2 GiB of weights, nothing is
-    packed.
+    This applies to bfloat16 and float32 on a CPU that oneDNN supports, up to 2 GiB of weights. A plain linear layer in
+    bfloat16 converts its weights into oneDNN's layout at each call, which takes as long as 20 to 40 tokens. `one_pass`
+    of the model shows which layers have the same input. Only layers of attention are multiplied together: the outputs
+    of other layers are so large that splitting them takes as long as it saves.
     """
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     for layer in layers:
@@ -161,8 +158,7 @@ def _sharing_input(layers: Sequence[nn.Linear], one_pass: Callable[[], object] |
 def pad_rows(layers: Sequence[nn.Linear], packed: Sequence[PackedLinear]) -> bool:
     """Pad `packed` products to as few rows as give each row the same bits in any batch; whether that succeeds.
 
-    One product of each shape is tested with parts of many lengths of one batch. Those of `layers` that are not packed
-    are not padded: they must agree as they are.
+    One product of each shape is tested. Those of `layers` that are not packed must agree as they are.
     """
     shapes: dict[tuple[int, int], list[PackedLinear]] = {}
     for product in packed:

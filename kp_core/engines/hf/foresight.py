@@ -35,10 +35,9 @@ _INNER = 16
 class Foresight:
     """Properties of a model as it would run here, in `dtype`.
 
-    `weight_bytes` is the size of the weights in that dtype, `None` for a quantised checkpoint. `bytes_per_token` is the
-    size of one token's KV, `state_bytes` that of the recurrent states stored once at the end of each pack. `memory` is
-    the device's memory in bytes, `cache_bytes` the default budget of KV, `positions` the length of the model's context
-    in tokens.
+    `weight_bytes` is the size of the weights in that dtype, `None` for a quantised checkpoint. `bytes_per_token` is of
+    one token's KV, `state_bytes` that of the recurrent states at the end of each pack, `memory` that of the device,
+    `cache_bytes` the default budget of KV. `positions` is the length of the context in tokens.
     """
 
     kind: CacheKind

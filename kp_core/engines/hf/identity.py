@@ -75,8 +75,7 @@ def fingerprint_of(
     """Identity and `numerics` of a model: of the files of a folder or an id, or of the tensors in memory of an object.
 
     Both identities are equal unless transformers renames or splits tensors when it saves them. Weights in files count
-    as stored: neither their distribution over safetensors files nor the dtype in which they are loaded matters. Raises
-    `ModelError` for files that cannot be read.
+    as stored. Raises `ModelError` for files that cannot be read.
     """
     adapters = "none"
     if isinstance(source, str | Path):
@@ -173,8 +172,7 @@ def place_of(source: str | Path) -> tuple[str | Path, dict[str, str]]:
 def checkpoint_folder(source: str | Path, revision: str | None = None) -> Path:
     """The folder of a checkpoint: `source` itself if it is a folder or a GGUF file, else that in the local cache.
 
-    With the `revision` that was loaded, nothing is downloaded; without it, missing files are. Raises `OSError` or
-    `ValueError`.
+    Without a `revision`, missing files are downloaded. Raises `OSError` or `ValueError`.
     """
     if Path(source).is_dir() or place_of(source)[1]:
         return Path(source)
@@ -222,10 +220,7 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors in `tensor`, by name: itself, or the numbers and scales of a quantised tensor.
-
-    The names of the latter contain the type of the quantised tensor.
-    """
+    """The plain tensors in `tensor`, by name: itself, or the numbers and scales of a quantised tensor."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield name, tensor
         return
@@ -237,8 +232,7 @@ def plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 def digest_files(folder: Path) -> str:
     """Digest of the weight files that transformers would load; equals `digest_tensors` of the stored tensors.
 
-    Files in other formats than safetensors are digested whole. Raises `OSError` or `ValueError` when there are no
-    weight files, or they cannot be read.
+    Files in other formats than safetensors are digested whole. Raises `OSError` or `ValueError`.
     """
     candidates = (folder, *(folder / name for name in _WEIGHTS))
     weights_file = next((file for file in candidates if file.is_file()), None)
@@ -337,10 +331,7 @@ def unreadable(source: str | Path, error: Exception) -> ModelError:
 
 
 def adapter_state(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
-    """By path of each adapted module: the names, activation, scale and merging of its adapters.
-
-    Empty for a model without peft adapters.
-    """
+    """By path of each module with peft adapters: their names, activation, scale and merging."""
     return {
         path: {name: value for name, value in vars(module).items() if _says_what_acts(name) and _is_plain(value)}
         for path, module in model.named_modules()
@@ -351,9 +342,8 @@ def adapter_state(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
 def watched(model: PreTrainedModel) -> Callable[[], None]:
     """A function that raises `ModelChangedError`, naming a module or tensor, once the owner has changed `model`.
 
-    It notices when the model is trained, adapted or moved, or when parts of it are replaced. A call takes a fraction of
-    a millisecond. It compares versions and addresses of tensors, some bytes of each tensor on the CPU, the modules and
-    the state of adapters. A write through `.data` to other bytes is not detected.
+    A call takes a fraction of a millisecond. It compares versions and addresses of tensors, some bytes of those on the
+    CPU, the modules and the state of adapters. A write through `.data` to other bytes is not detected.
     """
     modules = dict(model.named_modules())
     # Objects are compared by id. The third item keeps them alive, because Python reuses ids.

@@ -57,11 +57,10 @@ WINDOW_SIZES = ("sliding_window", "attention_chunk_size")
 class CacheKind:
     """What each layer of a model caches per token.
 
-    `windows` has one entry per layer: how many tokens a token sees there, itself included. It is 0 if the token sees
-    all tokens before it, and `None` if the layer caches no KV, because it reads that of another layer or has no
-    attention. `is_recurrent`: layers keep one state of all tokens, with or without KV, which is known at some tokens
-    only. `is_latent`: the cache holds latents of multi-head latent attention. `is_biased`: attention depends on the
-    distance in the cache (ALiBi). `is_chunked`: windows are consecutive chunks of positions instead of sliding.
+    `windows` has one entry per layer: how many tokens a token sees there, itself included; 0 if it sees all, `None` if
+    the layer caches no KV. `is_recurrent`: layers keep one state of all tokens, with or without KV. `is_latent`: the
+    cache holds latents of multi-head latent attention. `is_biased`: attention depends on the distance in the cache
+    (ALiBi). `is_chunked`: windows are consecutive chunks of positions instead of sliding.
     """
 
     windows: tuple[int | None, ...]
@@ -156,10 +155,7 @@ def kind_of(config: Any) -> CacheKind:  # noqa: ANN401
 
 
 def positions_of(config: Any) -> int:  # noqa: ANN401
-    """Most tokens a sequence may have, from a text configuration.
-
-    If the RoPE frequencies change with the length (`longrope`), this is the length up to which they are constant.
-    """
+    """Most tokens a sequence may have, from a text configuration; with `longrope`, those of constant frequencies."""
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 2**31 - 1
     rope = rope_parameters(config)
     if rope.get("rope_type") == "longrope":
@@ -178,11 +174,11 @@ class LayersDone(Exception):  # noqa: N818 - no error: all wanted layers are com
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer of a buffer: new tokens are written behind the others, or at given `places`, and see what stands there.
+    """One layer of a buffer: new tokens are written behind the others, or at given `places`.
 
-    It returns the first tokens of the buffer, up to the new ones or up to `stop`. With a `window`, it returns of them
-    what the new tokens may see, as the cache of transformers does, so masks and sums are the same. With `in_tiles`, it
-    returns the whole buffer. With `ends_pass`, it raises `LayersDone` when the tokens are written.
+    It returns the first tokens of the buffer, up to the new ones or up to `stop`; with a `window`, those that the new
+    tokens may see, as the cache of transformers does; with `in_tiles`, the whole buffer. With `ends_pass`, it raises
+    `LayersDone` when the tokens are written.
     """
 
     def __init__(  # noqa: PLR0913
@@ -242,10 +238,9 @@ class _LayerAndStates(_Layer, LinearAttentionAndFullAttentionLayer):  # type: ig
 
 
 def placed_cache_of(buffer: KVBuffer, places: Tensor, stop: int, *, layers: int, in_tiles: bool = False) -> Cache:
-    """A cache that writes new tokens to `places` of `buffer`, and returns its first `stop` tokens.
+    """A cache that writes new tokens to `places` of `buffer`, and returns its first `stop` tokens, or all `in_tiles`.
 
-    With `in_tiles`, it returns the whole buffer. After `layers` whole layers, `LayersDone` is raised when the next
-    layer of the buffer has its keys and values.
+    After `layers` whole layers, `LayersDone` is raised when the next layer of the buffer has its keys and values.
     """
     return Cache(
         layers=[
@@ -256,10 +251,9 @@ def placed_cache_of(buffer: KVBuffer, places: Tensor, stop: int, *, layers: int,
 
 
 def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = (), *, in_tiles: bool = False) -> Cache:
-    """A cache that reads and writes `buffer`.
+    """A cache that reads and writes `buffer`, for layers with the `windows` of `CacheKind`; by default all see all KV.
 
-    `windows` is that of the model's `CacheKind`; without it, every layer keeps KV and sees all of it. With `in_tiles`,
-    layers return the whole buffer for tiled attention, which applies the windows itself.
+    With `in_tiles`, layers return the whole buffer for tiled attention, which applies the windows itself.
     """
     view = buffer.view
     if not isinstance(view, Cache):

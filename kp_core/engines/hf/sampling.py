@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import (
-    LogitsProcessor,
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -40,7 +39,9 @@ def sampler_of(
     if is_penalised:
         processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     if not is_greedy:
-        processors += _warpers(sampling)
+        processors.append(TemperatureLogitsWarper(sampling.temperature))
+        processors += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+        processors += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
     # The repetition penalty is the only processor that reads earlier tokens.
     ids = torch.tensor([prompt_ids if is_penalised else ()], dtype=torch.long, device=device)
     generator = torch.Generator(device=device)
@@ -71,14 +72,6 @@ def sampler_of(
         return token
 
     return choose
-
-
-def _warpers(sampling: Sampling) -> Iterator[LogitsProcessor]:
-    yield TemperatureLogitsWarper(sampling.temperature)
-    if sampling.top_k:
-        yield TopKLogitsWarper(sampling.top_k)
-    if sampling.top_p < 1:
-        yield TopPLogitsWarper(sampling.top_p)
 
 
 def _likeliest(logits: Tensor) -> int | None:

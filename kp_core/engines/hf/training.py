@@ -1,10 +1,9 @@
 """Trains soft tokens around packs by self-distillation (KV Packet, arXiv 2604.13226, section 3).
 
 `Samples` draws questions over documents, each of which is a packet. The teacher is the model with full attention over
-the canonical prompt, and the student is the same model over packets, as `PacketComposer` places them.
-The loss is the KL divergence between their distributions at the tokens of the answer. The model is frozen; gradients
-reach only the soft tokens, through the keys and values of the packets. The activations of one sample fit in memory for
-documents of the intended length, so there is no gradient checkpointing.
+the canonical prompt, and the student is the same model over packets, as `PacketComposer` places them. The loss is the
+KL divergence between their distributions at the tokens of the answer. The model is frozen; gradients reach only the
+soft tokens, through the keys and values of the packets.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kp_core.compose.packet import Wrapper, read_signed, save_wrapper, write_signed
+from kp_core.compose.packet import PacketComposer, read_signed, write_signed
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.session import Session
 from kp_core.errors import ShortTextError, UnsupportedRequestError, WrapperError
@@ -213,14 +212,8 @@ class Samples:
         return question, tuple(ids[: self._settings.answer]) or None
 
 
-@dataclass(frozen=True)
-class Taught:
-    """A sample with its answer, the teacher's logits for it, `(answer, vocabulary)`, and the KV before the packets."""
-
-    sample: Sample
-    answer: tuple[int, ...]
-    logits: Tensor
-    before: KVTensors
+Taught: TypeAlias = tuple[Sample, Tensor, KVTensors]
+"""A sample with its answer, the teacher's logits for it, `(answer, vocabulary)`, and the KV before the packets."""
 
 
 @torch.no_grad()
@@ -228,39 +221,39 @@ def teach(model: CausalModel, sample: Sample, most: int) -> Taught:
     """Run the teacher on `sample` and its answer; without one, on a greedy answer of at most `most` tokens."""
     past, logits = _run(model, _embedded(model, sample.prompt), None, 1)
     before, answer_logits = past.slice(0, sample.begin).clone(), [logits]
-    if sample.answer is not None:
-        answer = sample.answer
-        if answer[1:]:
-            answer_logits.append(_run(model, _embedded(model, answer[:-1]), past, len(answer) - 1)[1])
-        return Taught(sample, answer, torch.cat(answer_logits), before)
+    if sample.answer:
+        if rest := sample.answer[:-1]:
+            answer_logits.append(_run(model, _embedded(model, rest), past, len(rest))[1])
+        return sample, torch.cat(answer_logits), before
     generated = [int(logits[-1].argmax())]
     while len(generated) < most and generated[-1] not in model.end_tokens:
         past, logits = _run(model, _embedded(model, generated[-1:]), past, 1)
         answer_logits.append(logits)
         generated.append(int(logits[-1].argmax()))
-    return Taught(sample, tuple(generated), torch.cat(answer_logits), before)
+    return replace(sample, answer=tuple(generated)), torch.cat(answer_logits), before
 
 
 def divergence(model: CausalModel, taught: Taught, soft: Tensor) -> Tensor:
     """Mean KL per token of the answer, in nats; `soft` is header and trailer, `(2 * soft tokens, hidden)`."""
-    expected = taught.logits.float().log_softmax(-1)
+    expected = taught[1].float().log_softmax(-1)
     actual = student(model, taught, soft).float().log_softmax(-1)
     return (expected.exp() * (expected - actual)).sum(-1).mean()
 
 
 def student(model: CausalModel, taught: Taught, soft: Tensor) -> Tensor:
     """The student's logits for the tokens of the answer, `(answer, vocabulary)`."""
-    sample, prefix = taught.sample, taught.sample.prefix
+    sample, _, before = taught
+    answer, prefix = sample.answer or (), sample.prefix
     header, trailer = soft.to(model.network.get_input_embeddings().weight.dtype).tensor_split(2)
-    parts, at = [taught.before], sample.begin
+    parts, at = [before], sample.begin
     for ids in sample.packets:
         # One at a time: a batch would pad all documents to the longest.
         inputs = torch.cat([header, _embedded(model, ids), trailer])
-        kv, _ = _run(model, inputs, taught.before.slice(0, prefix), 0)
+        kv, _ = _run(model, inputs, before.slice(0, prefix), 0)
         parts.append(model.rope.move(kv.slice(prefix, kv.tokens), at - prefix))
         at += len(inputs)
-    tail = _embedded(model, (*sample.behind, *taught.answer[:-1]))
-    return _run(model, tail, KVTensors.concat(parts), len(taught.answer))[1]
+    tail = _embedded(model, (*sample.behind, *answer[:-1]))
+    return _run(model, tail, KVTensors.concat(parts), len(answer))[1]
 
 
 @torch.no_grad()
@@ -308,12 +301,12 @@ def train_wrapper(  # noqa: PLR0913
     minutes: float | None = None,
     about: str = "",
     progress: bool = True,
-) -> Wrapper:
+) -> PacketComposer:
     """Train soft tokens for the model of `session` on `documents`, and write them to `out`.
 
-    A checkpoint beside `out` is written after each step and deleted at the end. The same call resumes from it and gives
-    the same bits on the same machine. After `minutes`, the best soft tokens so far are written and the checkpoint
-    stays. `about` goes to the training record. Raises `WrapperError` for too few documents, a checkpoint of other
+    A checkpoint beside `out` is written after each step and deleted at the end; the same call resumes from it. After
+    `minutes`, the best soft tokens so far are written and the checkpoint stays. `about` goes to the training record.
+    Raises `WrapperError` for too few documents, a checkpoint of other
     settings, documents or model, and a full disk; `UnsupportedRequestError` for an engine other than Hugging Face's.
     """
     with _frozen(_model_of(session)):
@@ -323,7 +316,7 @@ def train_wrapper(  # noqa: PLR0913
 @torch.no_grad()
 def wrapper_scores(  # noqa: PLR0913
     session: Session,
-    wrapper: Wrapper,
+    wrapper: PacketComposer,
     documents: Documents,
     counts: Sequence[int],
     questions: int,
@@ -332,9 +325,8 @@ def wrapper_scores(  # noqa: PLR0913
 ) -> list[dict[str, float]]:
     """Mean KL divergence of `wrapper` from full attention, in nats per token of the answer, for each of `counts`.
 
-    Each row is measured on `questions` samples of `count` documents. If the wrapper was trained on these documents with
-    the settings of its training record, only held-out documents are used. `without_soft_tokens_kl` is the divergence of
-    the same packets without soft tokens. `nearer` is the number of questions for which soft tokens reduce it.
+    Each row is measured on `questions` samples of `count` documents that were held out. `without_soft_tokens_kl` is the
+    divergence of the same packets without soft tokens, `nearer` the number of questions where soft tokens reduce it.
     """
     settings = PacketTraining(**wrapper.training.get("settings", {"soft": len(wrapper.header)}))
     samples = Samples(session, documents, settings if tokens is None else replace(settings, tokens=tokens))
@@ -385,7 +377,7 @@ class _Training:
         self._rate = settings.rate * spread
         self._held = cache(lambda number: self._teach("held", number))
 
-    def run(self, minutes: float | None, about: str, progress: bool) -> Wrapper:  # noqa: FBT001
+    def run(self, minutes: float | None, about: str, progress: bool) -> PacketComposer:  # noqa: FBT001
         """Train to the end, or for `minutes`, and write the wrapper."""
         settings, tensors, looks = self._settings, self._tensors, self._looks
         began, before = time.monotonic(), self._seconds
@@ -420,8 +412,8 @@ class _Training:
             "torch": torch.__version__,
         }
         header, trailer = tensors["best"].tensor_split(2)
-        wrapper = Wrapper(header, trailer, self._session.fingerprint, record)
-        save_wrapper(wrapper, self._out)
+        wrapper = PacketComposer(header, trailer, self._session.fingerprint, record)
+        wrapper.save(self._out)
         if self._is_done():
             self._file.unlink(missing_ok=True)
         return wrapper

@@ -8,7 +8,7 @@ memory, which need not be that of positions. After `_LAYERS` come the keys of ea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -19,7 +19,7 @@ from kp_core.engines.local.buffer import CacheShape
 from kp_core.errors import KVShapeError, ModelError
 from kp_core.kv import KVTensors
 
-__all__ = ["BUILDS", "TYPES", "StateLayout"]
+__all__ = ["BUILDS", "TYPES", "measured_shape", "read_state", "state_size", "write_state"]
 
 BUILDS = ("0.3.36",)
 """Releases of llama-cpp-python with this layout."""
@@ -34,97 +34,83 @@ _ROWS = np.dtype([("type", "<i4"), ("bytes", "<u8")])
 _MAGIC = 0xAF143CD8
 
 
-@dataclass(frozen=True)
-class StateLayout:
-    """The layout of states of a cache of this `shape`."""
+def measured_shape(state: np.ndarray, dtype: torch.dtype, key_dim: int, value_dim: int) -> CacheShape:
+    """The shape of the cache in `state`, the first one of a model, with heads of these dimensions.
 
-    shape: CacheShape
+    Raises `ModelError` if it is laid out in another way.
+    """
+    at = _HEAD.itemsize + _CELL.itemsize * _cells(state)
+    (count,) = _numbers(state, _LAYERS, at)["layers"].tolist()
+    at, widths = at + _LAYERS.itemsize, list[int]()
+    while at < len(state) and len(widths) < 2 * count:
+        widths.append(int(_numbers(state, _ROWS, at)["bytes"][0]) // dtype.itemsize)
+        at += _ROWS.itemsize + widths[-1] * dtype.itemsize * _cells(state)
+    layers = tuple((width // key_dim, key_dim, value_dim) for width in widths[:count])
+    if widths != [heads * dims[side] for side in (0, 1) for heads, *dims in layers]:
+        raise _unknown(f"rows of {widths} numbers")
+    shape = CacheShape(layers, dtype, torch.device("cpu"))
+    read_state(shape, state)
+    return shape
 
-    @classmethod
-    def measured(cls, state: np.ndarray, dtype: torch.dtype, key_dim: int, value_dim: int) -> StateLayout:
-        """The layout of `state`, the first one of a model, with heads of these dimensions.
 
-        Raises `ModelError` if it is laid out in another way.
-        """
-        at = _HEAD.itemsize + _CELL.itemsize * _cells(state)
-        (count,) = _numbers(state, _LAYERS, at)["layers"].tolist()
-        at, widths = at + _LAYERS.itemsize, list[int]()
-        while at < len(state) and len(widths) < 2 * count:
-            widths.append(int(_numbers(state, _ROWS, at)["bytes"][0]) // dtype.itemsize)
-            at += _ROWS.itemsize + widths[-1] * dtype.itemsize * _cells(state)
-        layers = tuple((width // key_dim, key_dim, value_dim) for width in widths[:count])
-        if widths != [heads * dims[side] for side in (0, 1) for heads, *dims in layers]:
-            raise _unknown(f"rows of {widths} numbers")
-        layout = cls(CacheShape(layers, dtype, torch.device("cpu")))
-        layout.read(state)
-        return layout
+def state_size(shape: CacheShape, tokens: int) -> int:
+    """Bytes of the state of so many tokens."""
+    rows = 2 * len(shape.layers) * _ROWS.itemsize
+    return _HEAD.itemsize + _LAYERS.itemsize + rows + (_CELL.itemsize + shape.bytes_per_token) * tokens
 
-    def size(self, tokens: int) -> int:
-        """Bytes of the state of so many tokens."""
-        rows = 2 * len(self.shape.layers) * _ROWS.itemsize
-        cells = (_CELL.itemsize + self.shape.bytes_per_token) * tokens
-        return _HEAD.itemsize + _LAYERS.itemsize + rows + cells
 
-    def read(self, state: np.ndarray) -> KVTensors:
-        """The KV in `state`, bytes of `(size,)`, by position. Its tensors are views of `state` if cells are in order.
+def read_state(shape: CacheShape, state: np.ndarray) -> KVTensors:
+    """The KV in `state`, bytes of `(size,)`, by position. Its tensors are views of `state` if cells are in order.
 
-        Raises `ModelError` for a state of another layout, and for positions that do not follow one another.
-        """
-        tokens = _cells(state)
-        if len(state) != self.size(tokens):
-            raise _unknown(f"{len(state):,} bytes for {tokens:,} tokens, instead of {self.size(tokens):,}")
-        cells = _numbers(state, _CELL, _HEAD.itemsize, tokens)
-        order = np.argsort(cells["position"], kind="stable")
-        positions = cells["position"][order]
-        if (cells["sequences"] != 1).any() or (np.diff(positions) != 1).any():
-            raise _unknown("cells of several sequences, or positions with gaps")
-        layers = _numbers(state, _LAYERS, _HEAD.itemsize + cells.nbytes)
-        if layers.tolist() != [(0, len(self.shape.layers))]:
-            raise _unknown(f"(transposed, layers) = {layers.tolist()}")
-        index = None if (np.diff(order) == 1).all() else torch.from_numpy(order)
-        tensors = list[Tensor]()
-        for heads, dim, offset in self._places(tokens):
-            head = _numbers(state, _ROWS, offset - _ROWS.itemsize)
-            if head.tolist() != [(TYPES[self.shape.dtype], heads * dim * self.shape.dtype.itemsize)]:
-                raise _unknown(f"(type, bytes of a row) = {head.tolist()}")
-            rows = self._rows(state, tokens, heads, dim, offset)
-            tensors.append((rows if index is None else rows[index]).transpose(0, 1))
-        count = len(self.shape.layers)
-        return KVTensors(tuple(tensors[:count]), tuple(tensors[count:]))
+    Raises `ModelError` for a state of another layout, and for positions that do not follow one another.
+    """
+    tokens = _cells(state)
+    if len(state) != state_size(shape, tokens):
+        raise _unknown(f"{len(state):,} bytes for {tokens:,} tokens, instead of {state_size(shape, tokens):,}")
+    cells = _numbers(state, _CELL, _HEAD.itemsize, tokens)
+    order = np.argsort(cells["position"], kind="stable")
+    positions = cells["position"][order]
+    if (cells["sequences"] != 1).any() or (np.diff(positions) != 1).any():
+        raise _unknown("cells of several sequences, or positions with gaps")
+    layers = _numbers(state, _LAYERS, _HEAD.itemsize + cells.nbytes)
+    if layers.tolist() != [(0, len(shape.layers))]:
+        raise _unknown(f"(transposed, layers) = {layers.tolist()}")
+    index = None if (np.diff(order) == 1).all() else torch.from_numpy(order)
+    tensors = list[Tensor]()
+    for head, rows in _sides(shape, state, tokens):
+        size = rows.shape[1] * rows.shape[2] * shape.dtype.itemsize
+        if head.tolist() != [(TYPES[shape.dtype], size)]:
+            raise _unknown(f"(type, bytes of a row) = {head.tolist()}")
+        tensors.append((rows if index is None else rows[index]).transpose(0, 1))
+    count = len(shape.layers)
+    return KVTensors(tuple(tensors[:count]), tuple(tensors[count:]))
 
-    def write(self, kv: KVTensors, start: int, state: np.ndarray) -> None:
-        """Write the state of a sequence that has only `kv`, at the positions from `start` on: bytes, `(size,)`.
 
-        Raises `KVShapeError` for KV of another shape.
-        """
-        if not self.shape.fits(replace(kv, states=())):
-            raise KVShapeError(f"Got KV of {kv.layers} layers, {kv.dtype}; expected that of this model.")
-        _numbers(state, _HEAD, 0)[:] = (_MAGIC, 0, 1, kv.tokens)
-        cells = _numbers(state, _CELL, _HEAD.itemsize, kv.tokens)
-        cells["position"], cells["sequences"], cells["sequence"] = np.arange(start, start + kv.tokens), 1, 0
-        _numbers(state, _LAYERS, _HEAD.itemsize + cells.nbytes)[:] = (0, len(self.shape.layers))
-        for (heads, dim, offset), tensor in zip(self._places(kv.tokens), chain(kv.keys, kv.values), strict=True):
-            size = heads * dim * self.shape.dtype.itemsize
-            _numbers(state, _ROWS, offset - _ROWS.itemsize)[:] = TYPES[self.shape.dtype], size
-            self._rows(state, kv.tokens, heads, dim, offset).copy_(tensor.transpose(0, 1))
+def write_state(shape: CacheShape, kv: KVTensors, start: int, state: np.ndarray) -> None:
+    """Write the state of a sequence that has only `kv`, at the positions from `start` on: bytes, `(size,)`.
 
-    @property
-    def _sides(self) -> list[tuple[int, int]]:
-        """Heads and their dimension, for the keys and then the values of each layer."""
-        return [(layer[0], layer[side]) for side in (1, 2) for layer in self.shape.layers]
+    Raises `KVShapeError` for KV of another shape.
+    """
+    if not shape.fits(replace(kv, states=())):
+        raise KVShapeError(f"Got KV of {kv.layers} layers, {kv.dtype}; expected that of this model.")
+    _numbers(state, _HEAD, 0)[:] = (_MAGIC, 0, 1, kv.tokens)
+    cells = _numbers(state, _CELL, _HEAD.itemsize, kv.tokens)
+    cells["position"], cells["sequences"], cells["sequence"] = np.arange(start, start + kv.tokens), 1, 0
+    _numbers(state, _LAYERS, _HEAD.itemsize + cells.nbytes)[:] = (0, len(shape.layers))
+    for (head, rows), tensor in zip(_sides(shape, state, kv.tokens), chain(kv.keys, kv.values), strict=True):
+        head[:] = TYPES[shape.dtype], rows.shape[1] * rows.shape[2] * shape.dtype.itemsize
+        rows.copy_(tensor.transpose(0, 1))
 
-    def _places(self, tokens: int) -> Iterator[tuple[int, int, int]]:
-        """`_sides`, each with the offset of its first row."""
-        offset = _HEAD.itemsize + _CELL.itemsize * tokens + _LAYERS.itemsize
-        for heads, dim in self._sides:
-            offset += _ROWS.itemsize
-            yield heads, dim, offset
-            offset += tokens * heads * dim * self.shape.dtype.itemsize
 
-    def _rows(self, state: np.ndarray, tokens: int, heads: int, dim: int, offset: int) -> Tensor:
-        """A view of the rows from `offset` on, `(tokens, heads, dim)`."""
+def _sides(shape: CacheShape, state: np.ndarray, tokens: int) -> Iterator[tuple[np.ndarray, Tensor]]:
+    """Views of `state`: `_ROWS` and the rows, `(tokens, heads, dim)`, of the keys and then the values of each layer."""
+    offset = _HEAD.itemsize + _CELL.itemsize * tokens + _LAYERS.itemsize
+    for heads, dim in [(layer[0], layer[side]) for side in (1, 2) for layer in shape.layers]:
+        head, offset = _numbers(state, _ROWS, offset), offset + _ROWS.itemsize
         count = tokens * heads * dim
-        return torch.frombuffer(state, dtype=self.shape.dtype, count=count, offset=offset).view(tokens, heads, dim)
+        rows = torch.frombuffer(state, dtype=shape.dtype, count=count, offset=offset).view(tokens, heads, dim)
+        yield head, rows
+        offset += count * shape.dtype.itemsize
 
 
 def _cells(state: np.ndarray) -> int:

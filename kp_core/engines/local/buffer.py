@@ -8,14 +8,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from kp_core.engines.local.copies import CopyStream
+from kp_core.engines.local.copies import start_copies
 from kp_core.engines.local.tree import Name, PrefixTree, common_tokens
 from kp_core.errors import CacheBudgetError
 from kp_core.kv import KVTensors
@@ -26,7 +29,6 @@ __all__ = [
     "BufferLayer",
     "BufferPool",
     "CacheShape",
-    "Cancelled",
     "KVBuffer",
     "StateShape",
     "default_cache_bytes",
@@ -41,6 +43,7 @@ TILE = 256
 _IDLE = 2  # Idle buffers that are kept, whatever their size.
 _LOOK_S = 0.05
 """How often a waiting request checks its limit, in seconds. Reaching the limit sends no signal."""
+Copy: TypeAlias = Callable[[Sequence[Sequence[tuple[Tensor, Tensor]]]], list[Callable[[], None]]]
 _LONG_S = 10.0  # Seconds after which a request that waits for memory is logged.
 
 
@@ -59,7 +62,7 @@ class StateShape:
 class CacheShape:
     """The shape of a model's cache: `(kv_heads, key_dim, value_dim)` per layer, its dtype and device, and its states.
 
-    `devices` has one device per layer; it is empty when all layers are on `device`.
+    `devices` has one device per layer, or none when all are on `device`.
     """
 
     layers: tuple[tuple[int, int, int], ...]
@@ -114,19 +117,17 @@ class BufferLayer:
     @property
     def keys(self) -> Tensor:
         """Keys, when all have arrived."""
-        self.arrive()
-        return self.memory[0]
+        return self._arrived(0)
 
     @property
     def values(self) -> Tensor:
         """Values, when all have arrived."""
-        self.arrive()
-        return self.memory[1]
+        return self._arrived(1)
 
-    def arrive(self) -> None:
-        """Wait for the copies that are under way."""
+    def _arrived(self, side: int) -> Tensor:
         while self.arrivals:
             self.arrivals.pop(0)()
+        return self.memory[side]
 
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Append the new tokens."""
@@ -146,12 +147,12 @@ class KVBuffer:
 
     `runs` names the KV that the buffer holds from position 0 on, so that a later request with the same beginning need
     not copy it. `states` are the states of recurrent layers, `(1, ...)` each; a forward pass writes them in place.
-    They belong to the last filled token if `has_states`; otherwise they are invalid. With `copies`, KV from the host
-    arrives layer by layer, while the first layers compute.
+    They belong to the last filled token if `has_states`; otherwise they are invalid. With `copy` (`start_copies` for a
+    device), KV from the host arrives layer by layer, while the first layers compute.
     """
 
-    def __init__(self, shape: CacheShape, capacity: int, copies: CopyStream | None = None) -> None:
-        self._copies = copies
+    def __init__(self, shape: CacheShape, capacity: int, copy: Copy | None = None) -> None:
+        self._copy = copy
         self.capacity = capacity = -(-capacity // TILE) * TILE
 
         def empty(layers: int, heads: int, dim: int, device: torch.device) -> Tensor:
@@ -217,10 +218,7 @@ class KVBuffer:
         return not self.states or self._states_at == self.length
 
     def passed(self, length: int) -> None:
-        """Record that a forward pass brought tokens and states to `length`.
-
-        Models with only recurrent layers need this call, because they write no keys.
-        """
+        """Record that a forward pass brought tokens and states to `length`; some models write no keys."""
         for layer in self.layers:
             layer.length = length
         self._states_at = length
@@ -247,11 +245,11 @@ class KVBuffer:
         """Append `kv` to the filled tokens."""
         if self.holds(kv):
             self.passed(self.length + kv.tokens)
-        elif self.takes(kv) and self._copies is not None:
+        elif self.takes(kv) and self._copy is not None:
             start, sides = self.length, zip(kv.keys, kv.values, strict=True)
             places = [[own.narrow(2, start, kv.tokens)[0] for own in layer.memory] for layer in self.layers]
             pairs = [list(zip(place, side, strict=True)) for place, side in zip(places, sides, strict=True)]
-            for layer, arrival in zip(self.layers, self._copies.start(pairs), strict=True):
+            for layer, arrival in zip(self.layers, self._copy(pairs), strict=True):
                 layer.arrivals.append(arrival)
                 layer.length = start + kv.tokens
         else:
@@ -262,7 +260,7 @@ class KVBuffer:
 
     def takes(self, kv: KVTensors) -> bool:
         """Whether `kv` is copied from the host as it is, beside what is computed."""
-        return self._copies is not None and kv.dtype == self.shape.dtype and self._copies.takes(kv)
+        return self._copy is not None and kv.dtype == self.shape.dtype and kv.device.type == "cpu"
 
     def holds(self, kv: KVTensors) -> bool:
         """Whether `kv` is a view of the memory right after the filled tokens, so that it is already in place."""
@@ -282,10 +280,7 @@ class KVBuffer:
 
     @torch.inference_mode()
     def read(self, start: int, stop: int) -> KVTensors:
-        """A compact copy of the tokens `start:stop`, with the states if `stop` is the end.
-
-        Torch refuses to write to its tensors.
-        """
+        """A compact copy of the tokens `start:stop`, with the states if `stop` is the end."""
         states = tuple(state[0] for state in self.states) if stop == self.length and self.has_states else ()
         kv = self.view_of(start, stop)
         return KVTensors(kv.keys, kv.values, states).clone()
@@ -320,17 +315,12 @@ class KVBuffer:
         self.runs = [name for name, _ in held]
 
 
-class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
-    """The request was cancelled, or its time was up, before its prompt was prefilled."""
-
-
 class BufferPool:
     """Gives buffers to requests, from one byte budget that it shares with the prefix tree.
 
-    `budget_bytes` covers buffers in use, idle buffers, and the tree, which gets the rest. The pool keeps two idle
-    buffers, or as many as take a quarter of the budget, because new memory costs several times as much as filling it.
-    To make room for a new buffer, it frees idle buffers, then the least recently used KV of the tree. A request that
-    does not fit beside those under way waits.
+    `budget_bytes` covers buffers in use, idle buffers, and the tree. The pool keeps two idle buffers, or as many as
+    take a quarter of the budget, because new memory costs several times as much as filling it. To make room, it frees
+    idle buffers, then the least recently used KV of the tree. A request that does not fit waits.
     """
 
     def __init__(self, shape: CacheShape, tree: PrefixTree, budget_bytes: int) -> None:
@@ -339,7 +329,7 @@ class BufferPool:
         self.used = 0
         """Bytes of the buffers in use."""
         is_on_gpu = shape.device.type == "cuda" and not shape.devices
-        self.copies: CopyStream | None = CopyStream(shape.device) if is_on_gpu else None
+        self.copy: Copy | None = partial(start_copies, shape.device) if is_on_gpu else None
         """Copies KV from the host into the buffers."""
         self._waiting: list[KVBuffer] = []
         self._queue: deque[object] = deque()
@@ -353,14 +343,14 @@ class BufferPool:
 
     @contextmanager
     def turn(self, limit: Limit) -> Iterator[None]:
-        """One request at a time, first come, first served. Raises `Cancelled` at `limit`, also while it waits."""
+        """One request at a time, first come, first served. Raises `CancelledError` at `limit`, also while it waits."""
         ticket = object()
         with self._changed:
             self._queue.append(ticket)
         try:
             while True:
                 if limit.is_set():
-                    raise Cancelled
+                    raise CancelledError
                 with self._changed:
                     if self._queue[0] is ticket:
                         break
@@ -386,7 +376,7 @@ class BufferPool:
     def take(self, capacity: int, held: Sequence[tuple[Name, KVTensors]]) -> KVBuffer | None:
         """A buffer for at least `capacity` tokens, filled with the KV that a path `held`; `None` without room now.
 
-        Takes the large enough idle buffer that already holds most of that KV, or allocates one.
+        It is an idle buffer that holds most of that KV, or a new one.
         """
         with self._changed:
             fitting = [buffer for buffer in self._waiting if buffer.capacity >= capacity]
@@ -398,7 +388,7 @@ class BufferPool:
                 return None
             self.used += size
         try:
-            buffer = buffer or KVBuffer(self._shape, capacity, self.copies)
+            buffer = buffer or KVBuffer(self._shape, capacity, self.copy)
             buffer.load(held)
         except BaseException:
             self.free(size)
@@ -408,14 +398,14 @@ class BufferPool:
     def wait(self, capacity: int, limit: Limit) -> None:
         """Wait until there is room for a buffer. Release the tree path before waiting.
 
-        Raises `CacheBudgetError` if there can be no room, and `Cancelled` at `limit`.
+        Raises `CacheBudgetError` if there can be no room, and `CancelledError` at `limit`.
         """
         size, start_time, has_warned = KVBuffer.bytes_for(self._shape, capacity), time.monotonic(), False
         with self._changed:
             while not self._has_room(size):
                 self.check(capacity, self._tree.held_bytes(pinned_only=True))
                 if limit.is_set():
-                    raise Cancelled
+                    raise CancelledError
                 if not has_warned and time.monotonic() > start_time + _LONG_S:
                     has_warned = True
                     logger.warning(
@@ -456,7 +446,7 @@ class BufferPool:
             self._share()
 
     def _has_room(self, size: int) -> bool:
-        """Make room for `size` bytes: free idle buffers, then evict from the tree. Returns whether there is room."""
+        """Make room for `size` bytes: free idle buffers, then evict. Returns whether there is room."""
         room = self.budget_bytes - self.used - size
         if room < self.nbytes + self._tree.nbytes and room < self._tree.held_bytes():
             return False  # Freeing would not be enough, so nothing is freed.
@@ -482,8 +472,5 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def default_cache_bytes(device: torch.device, memory: int, free: int) -> int:
-    """Default budget of all KV, in bytes: on a GPU three quarters of what is `free` beside the weights.
-
-    Elsewhere a quarter of the `memory`, which other programs share.
-    """
+    """Default budget of all KV in bytes: three quarters of what is `free` on a GPU, else a quarter of the `memory`."""
     return max(0, free * 3 // 4) if device.type == "cuda" else memory // 4

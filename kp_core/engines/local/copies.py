@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kp_core.kv import KVTensors
 
-__all__ = ["CopyStream", "to_host"]
+__all__ = ["start_copies", "to_host"]
 
 
 @cache
@@ -37,33 +37,24 @@ def to_host(kv: KVTensors) -> KVTensors:
     return copy
 
 
-class CopyStream:
-    """Copies KV from the host into the buffers of a CUDA device, layer by layer."""
+def start_copies(device: torch.device, layers: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> list[Callable[[], None]]:
+    """Begin to copy, for each layer, sources from the host into targets on a CUDA device, as `(target, source)`.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Returns for each layer a function that lets what the calling thread computes from then on wait for the copy.
+    """
+    stream, arrivals = _stream_of(device), list[Callable[[], None]]()
+    stream.wait_stream(torch.cuda.current_stream(device))  # The targets may be in use until then.
+    with torch.cuda.stream(stream):
+        for pairs in layers:
+            for target, source in pairs:
+                # Torch copies what is not contiguous through memory that is not pinned. Each head is contiguous.
+                parts = [(target, source)] if source.is_contiguous() else zip(target, source, strict=True)
+                for part, source_part in parts:
+                    part.copy_(source_part, non_blocking=True)
+                target.record_stream(stream)
+            arrivals.append(partial(_wait, device, stream.record_event()))
+    return arrivals
 
-    def takes(self, kv: KVTensors) -> bool:
-        """Whether `kv` is to be copied here."""
-        return kv.device.type == "cpu"
 
-    def start(self, layers: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> list[Callable[[], None]]:
-        """Begin to copy, for each layer, sources into targets, as `(target, source)`.
-
-        Returns for each layer a function that lets what the calling thread computes from then on wait for the copy.
-        """
-        stream, arrivals = _stream_of(self._device), list[Callable[[], None]]()
-        stream.wait_stream(torch.cuda.current_stream(self._device))  # The targets may be in use until then.
-        with torch.cuda.stream(stream):
-            for pairs in layers:
-                for target, source in pairs:
-                    # Torch copies what is not contiguous through memory that is not pinned. Each head is contiguous.
-                    parts = [(target, source)] if source.is_contiguous() else zip(target, source, strict=True)
-                    for part, source_part in parts:
-                        part.copy_(source_part, non_blocking=True)
-                    target.record_stream(stream)
-                arrivals.append(partial(self._wait, stream.record_event()))
-        return arrivals
-
-    def _wait(self, event: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self._device).wait_event(event)
+def _wait(device: torch.device, event: torch.cuda.Event) -> None:
+    torch.cuda.current_stream(device).wait_event(event)

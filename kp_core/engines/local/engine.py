@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kp_core.engines.base import CAPABILITIES, TokenStream
-from kp_core.engines.local.buffer import Cancelled, KVBuffer
+from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.fill import Run, attention, match, prefill
 from kp_core.engines.local.grammar import Grammars
 from kp_core.engines.local.model import Model
@@ -20,7 +23,7 @@ from kp_core.engines.local.tree import Node, PrefixTree
 from kp_core.errors import BusyError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.plan import Plan
+from kp_core.plan import Limit, Plan
 from kp_core.tools import Scores
 
 __all__ = ["LocalEngine"]
@@ -28,18 +31,17 @@ __all__ = ["LocalEngine"]
 _WINDOW = 256
 """Plans of `kv` examined together: enough to find several with the same prefix, few enough to hold in memory."""
 _MOST_TEXTS, _MOST_TOKENS = 16, 512  # Of one pass.
+_PACE_TOKENS = 128  # Tokens of the pass that is timed.
 
 
 class LocalEngine:
-    """Runs plans with a `Model`. It is a `CachingEngine` with all capabilities that the model allows.
+    """Runs plans with a `Model`. It has all capabilities that the model allows.
 
     `identity` gives the fingerprint, and may take seconds. `check` is called before each request, and raises when the
-    model has changed. After `renew`, both go by the model as it is then. `cache_bytes` is the budget for all KV in
-    the memory of the device: the buffers of requests and the prefix tree. What the tree evicts moves to host memory,
-    up to `host_cache_bytes`, unless layers are on several devices. `pass_tokens` is the most tokens of one pass.
-
-    Several threads may call it. Prompts are prefilled one at a time, first come, first served. Answers are decoded
-    together or in turns. A request that does not fit into the budget beside the answers under way waits for them.
+    model has changed. After `renew`, both go by the model as it is then. `cache_bytes` is the budget for all KV on the
+    device: the buffers of requests and the prefix tree. What the tree evicts moves to host memory, up to
+    `host_cache_bytes`, unless layers are on several devices. `pass_tokens` is the most tokens of one pass. Several
+    threads may call it.
     """
 
     def __init__(  # noqa: PLR0913 - what it is made of
@@ -59,7 +61,7 @@ class LocalEngine:
         self.max_positions = model.max_positions
         """See `Engine.max_positions`."""
         self.bytes_per_token, self.state_bytes = model.shape.bytes_per_token, model.shape.state_bytes
-        """See `CachingEngine`."""
+        """Bytes of KV per token, and of the states of recurrent layers at each end of a pack or a message."""
         self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
         self.pass_tokens = pass_tokens
         """Most tokens of one forward pass."""
@@ -91,7 +93,7 @@ class LocalEngine:
 
     @property
     def cached_bytes(self) -> int:
-        """See `CachingEngine.cached_bytes`."""
+        """Bytes of KV in the prefix tree."""
         return self.tree.nbytes
 
     def run(self, plan: Plan) -> TokenStream:
@@ -117,18 +119,23 @@ class LocalEngine:
         return _computed(self, plans)
 
     def attention(self, plan: Plan, layers: int | None = None) -> Tensor | None:
-        """See `AttendingEngine.attention`."""
+        """How much the tokens behind the last region of `plan` attend to each token in it.
+
+        The region is composed: the KV of its packs is moved there, and the tokens between them are masked. The result
+        is the largest weight of a token behind the region on each of its tokens, `(layers, heads, tokens)`, of the
+        first `layers` if given. `None` if a pack has no KV.
+        """
         self._check()
         return self.scheduler.twice(lambda: attention(self, plan, layers))
 
     def found(self, plan: Plan) -> int:
-        """See `CachingEngine.found`."""
+        """How many tokens of the prompt, from the first on, are in the prefix tree now."""
         path = match(self.tree, plan)
         path.release()
         return path.tokens
 
     def pin(self, plan: Plan) -> Node:
-        """See `CachingEngine.pin`."""
+        """Keep the prompt of `plan` in the prefix tree until `unpin` is called with the returned object."""
         run = self.scheduler.twice(lambda: prefill(self, plan, len(plan.prompt), logits=False))
         try:
             return run.path.pin()
@@ -136,7 +143,7 @@ class LocalEngine:
             run.close()
 
     def unpin(self, pinned: object) -> None:
-        """See `CachingEngine.unpin`."""
+        """Undo one `pin`."""
         if not isinstance(pinned, Node):
             raise TypeError(f"Got {type(pinned).__name__}; expected what `pin` gave back.")
         self.tree.unpin(pinned)
@@ -146,13 +153,29 @@ class LocalEngine:
         self.tree.clear()
         self.pool.clear()
 
+    def seconds_per_token(self) -> float:
+        """Approximate seconds to prefill one token, measured by one pass; NaN without room for it."""
+        tokens = min(_PACE_TOKENS, self.max_positions)
+        with self.pool.turn(Limit()):
+            buffer = self.pool.take(tokens, ())
+        if buffer is None:
+            return math.nan
+        try:
+            began = time.perf_counter()
+            logits = self.forward([0] * tokens, buffer)
+            if logits is not None:
+                logits.cpu()  # Waits for an accelerator.
+            return (time.perf_counter() - began) / tokens
+        finally:
+            self.pool.give(buffer)
+
     def free_memory(self) -> None:
         """Free what no request uses in the memory of the device."""
         self.tree.vacate()
         self.pool.clear()
 
     def refresh(self) -> None:
-        """See `CachingEngine.refresh`."""
+        """Start to use the model as it is now. Raises `BusyError` while KV is pinned or in use."""
         self.clear_cache()
         if not self.tree.is_empty:
             raise BusyError(
@@ -164,7 +187,7 @@ class LocalEngine:
         room, asks = len(plan.prompt) + plan.token_budget, plan.token_budget > 0
         try:
             run = self.scheduler.twice(lambda: prefill(self, plan, room, asks=asks, limit=stream.limit))
-        except Cancelled:
+        except CancelledError:
             stream.finish = "cancelled"
             return
         tokens: list[int] = []
@@ -207,16 +230,13 @@ class LocalEngine:
 
         try:
             stream.losses = self.scheduler.twice(scored)
-        except Cancelled:
+        except CancelledError:
             stream.finish = "cancelled"
             return
         yield from plan.forced
 
     def _losses(self, run: Run, tokens: Sequence[int]) -> list[float]:
-        """The negative log-probability of each of `tokens` after `run`.
-
-        Appends the KV of all of them but the last to the buffer.
-        """
+        """The negative log-probability of each of `tokens` after `run`."""
         if run.logits is None:
             raise AssertionError("a prefilled prompt has logits")
         ids = torch.tensor([tokens], device=self.model.device)
@@ -228,10 +248,7 @@ class LocalEngine:
         return [float(loss) for loss in token_losses]
 
     def forward(self, ids: Sequence[int], buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
-        """Run `ids` after the tokens in `buffer`, and append their KV. Threads take turns.
-
-        Returns the logits after the last token, `(vocabulary,)`; without `logits`, returns `None`.
-        """
+        """Run `ids` behind the tokens in `buffer`. With `logits`, returns the last ones, `(vocabulary,)`."""
         with self.scheduler.prefill(len(ids)):
             tokens = torch.tensor([ids], device=self.model.device)
             batch_logits = self.model.forward(tokens, buffer, logits=logits)

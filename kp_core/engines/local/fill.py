@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from kp_core.compose import Composer, PacketComposer
-from kp_core.compose.splice import laid
-from kp_core.engines.local.altered import altered
-from kp_core.engines.local.buffer import Cancelled
-from kp_core.engines.local.computing import Computing
+from kp_core.compose import Composer, PacketComposer, SpliceComposer
 from kp_core.engines.local.scheduler import Decoding, let_go
 from kp_core.engines.local.tree import Path, PrefixTree
 from kp_core.errors import KVShapeError, PackNotFoundError
@@ -50,8 +48,8 @@ def prefill(  # noqa: PLR0913 - one keyword per thing a caller may ask for
     """Prefill the prompt of `plan` into a buffer for `capacity` tokens.
 
     With `asks`, the end of the prompt may be left to `Run.ask`, if it is short and other requests are computing.
-    Waits until the buffer fits into the budget. Raises `CacheBudgetError` if it can never fit, and `Cancelled` at
-    `limit`.
+    Waits until the buffer fits into the budget. Raises `CacheBudgetError` if it can never fit, and `CancelledError`
+    at `limit`.
     """
     # One prompt at a time, so that a second prompt with the same beginning finds the KV of the first.
     with engine.scheduler.coming(), engine.pool.turn(limit):
@@ -81,15 +79,25 @@ def match(tree: PrefixTree, plan: Plan, *, logits: bool = True) -> Path:
 
 
 def attention(engine: LocalEngine, plan: Plan, layers: int | None) -> Tensor | None:
-    """See `AttendingEngine.attention`."""
+    """See `LocalEngine.attention`."""
     region = plan.regions[-1]
     run = prefill(engine, plan.until(region.start), len(plan.prompt), logits=False)
     try:
-        packs = run.load(region, plan)
+        packs, by_layer = run.load(region, plan), list[Tensor]()
         if packs is None:
             return None
-        forward = Computing(engine.model, engine.scheduler, run.buffer, plan.prompt)
-        return forward.weights(laid(region, packs, forward), region.between, layers).float().cpu()
+        blank = run.write(region, SpliceComposer(), packs)
+        ids, places = plan.prompt.token_ids[region.stop :], range(region.stop, len(plan.prompt))
+        with engine.scheduler.prefill(len(ids)):
+            engine.model.forward_among(
+                ids,
+                run.buffer,
+                places,
+                unseen=blank,
+                weights=lambda share: by_layer.append(share[..., region.start : region.stop].amax(dim=1)),
+                layers=layers,
+            )
+        return torch.stack(by_layer).float().cpu()
     finally:
         run.close()
 
@@ -97,8 +105,7 @@ def attention(engine: LocalEngine, plan: Plan, layers: int | None) -> Tensor | N
 class Run:
     """A plan being executed: a buffer with the KV of its prompt, and how it was obtained. Call `close` at the end.
 
-    It computes only the tokens whose KV is neither in the prefix tree nor in a pack, in passes of at most
-    `LocalEngine.pass_tokens`, so that other requests wait no longer than for one pass.
+    It computes only the tokens whose KV is neither in the prefix tree nor in a pack.
     """
 
     def __init__(  # noqa: PLR0913 - as `prefill`
@@ -144,8 +151,7 @@ class Run:
     def fill(self, plain_kv: KVTensors | None = None) -> None:
         """Write the KV of the prompt. Closes the run on an error.
 
-        A steered plan needs `plain_kv`, the KV without steering up to the end of its first steered region, unless the
-        buffer has this region.
+        A steered plan needs `plain_kv`, up to the end of its first steered region, unless the buffer has this region.
         """
         try:
             if self.plan.below is None:
@@ -165,10 +171,7 @@ class Run:
         self._extend(start)
 
     def close(self, answer: Sequence[int] = ()) -> None:
-        """Insert the decoded tokens of the `answer` into the tree, return the buffer to the pool, release the path.
-
-        The buffer keeps its KV for the next prompt with the same beginning.
-        """
+        """Insert the decoded tokens of the `answer` into the tree, return the buffer to the pool, release the path."""
         prompt_tokens, stop = len(self.plan.prompt), self.buffer.length
         if answer and stop > prompt_tokens and self.path.is_open and self.path.tokens == prompt_tokens:
             self.path.extend(tuple(answer[: stop - prompt_tokens]), self.buffer.read(prompt_tokens, stop))
@@ -180,7 +183,7 @@ class Run:
     def _fill_plain(self) -> None:
         for region in self.plan.regions:
             if region.composer is not None:
-                self._compose(region)
+                self._compose(region, region.composer)
             else:
                 self._bring(region)
         # The regions of a plan for `Engine.kv` end before the wanted tokens.
@@ -204,8 +207,8 @@ class Run:
         stop = min(region.stop, len(self.plan.prompt) - 1) if self._needs_logits else region.stop
         if stop <= self.buffer.length:
             return
-        kv = self._load(region) if region.source == "pack" else None
-        if kv is not None:
+        packs = self.load(region, self.plan) if region.source == "pack" else None
+        if packs and (kv := packs[0].kv):
             self._compute(region.start)
             filled = self.buffer.length
             if not kv.states or stop == region.stop:  # States are known only at the end of the pack.
@@ -231,34 +234,39 @@ class Run:
         self._extend(start, kv)
         self._check_limit()
 
-    def _compose(self, region: Region) -> None:
+    def _compose(self, region: Region, composer: Composer) -> None:
         """Write the KV that a composer makes for a region."""
         if region.stop > self.buffer.length:
             self._compute(region.start)
-            kv = self._load(region)
-            if kv is None:  # A forward pass then computes the region.
+            packs = self.load(region, self.plan)
+            if packs is None:  # A forward pass then computes the region.
                 return
-            self._write(region, self._model.shape.placed(kv))
-        if region.composer is not None and not region.composer.exact:
+            places = self.write(region, composer, packs)
+            self.computed += len(places)
+            if places and _may_wait(self.plan, region):
+                self._late = region, places
+            else:
+                if places:
+                    self._among(places)
+                self._insert(region)
+        if not composer.exact:
             self.approximate += sum(map(len, region.spans))
 
-    def _load(self, region: Region) -> KVTensors | None:
-        """The KV of a region from its pack or its composer.
+    def write(self, region: Region, composer: Composer, packs: Sequence[KnowledgePack]) -> list[int]:
+        """Let `composer` write a region behind the filled tokens. Returns the places that must then be computed.
 
-        `None` if the region must be computed from its text. Raises `KVShapeError` when the KV has another number of
-        tokens than the region.
+        Raises `KVShapeError` if the composer names places outside of the region.
         """
-        packs = self.load(region, self.plan)
-        if packs is None or region.span is None:
-            return None
-        composer = region.composer
-        kv = packs[0].kv if composer is None else self._composed(region, composer, packs)
-        if kv is None or kv.tokens != len(region):
+        room = self.buffer.view_of(region.start, region.stop)
+        computed = composer.fill(region, packs, room, self._move)
+        places = sorted({*region.between, *computed})
+        if places and not 0 <= places[0] <= places[-1] < len(region):
             raise KVShapeError(
-                f"{'The pack has' if composer is None else f'The composer {composer.key!r} made'} KV of "
-                f"{kv and kv.tokens} tokens; expected {len(region)}, as {region.span.handle} has at its position."
+                f"The composer {composer.key!r} wants the tokens {places[0]} to {places[-1]} of a region computed; "
+                f"expected some of its {len(region)}."
             )
-        return kv
+        self.buffer.append(room)
+        return [region.start + place for place in places]
 
     def load(self, region: Region, plan: Plan) -> list[KnowledgePack] | None:
         """The packs of a region of `plan`, with their KV; `None` if one has none for its position."""
@@ -282,32 +290,21 @@ class Run:
             packs.append(pack)
         return packs
 
+    def _move(self, kv: KVTensors, by: int, place: KVTensors) -> None:
+        """See `Move`; the RoPE is measured when it is first needed."""
+        self._model.rope.move(kv, by, place)
+
     def _wrapped(self, span: Span, composer: PacketComposer) -> KnowledgePack:
         """A wrapped pack with its KV: read from the store, or compiled now and kept there."""
         kv = self.plan.kept.read(span.start, span.stop) if self.plan.kept else None
         if kv is None:
-            kv = composer.compile(
-                span.pack, Computing(self._model, self._engine.scheduler, self.buffer, self.plan.prompt)
-            )
+            before, ids = span.pack.prefix.token_ids, composer.unwrapped(span.pack)
+            with self._engine.scheduler.prefill(len(before) + len(span)):
+                kv = self._model.forward_soft(before, composer.header, ids, composer.trailer)
             self.computed += len(span)
             if self.plan.kept and find_handles(span.handle):
                 self.plan.kept.take(span.start, span.stop, kv.to("cpu"))
         return replace(span.pack, kv=self._model.shape.placed(kv))
-
-    def _composed(self, region: Region, composer: Composer, packs: Sequence[KnowledgePack]) -> KVTensors:
-        """The KV that the composer of a region makes. Raises `KVShapeError` if it changed what `Forward.anew` gave."""
-        forward = Computing(
-            self._model, self._engine.scheduler, self.buffer, self.plan.prompt, may_wait=_may_wait(self.plan, region)
-        )
-        kv = composer.fill(region, packs, forward)
-        if forward.late:
-            if not self.buffer.holds(kv):
-                raise KVShapeError(
-                    f"The composer {composer.key!r} changed what `Forward.anew` gave; expected it as it is."
-                )
-            self._late = region, forward.late
-        self.computed += min(forward.tokens, len(region))
-        return kv
 
     def _collect(self) -> None:
         """Collect the KV of all `wanted` parts, for the store."""
@@ -326,9 +323,8 @@ class Run:
     def _compute(self, until: int) -> None:
         """Compute the tokens up to `until`, in passes of at most `pass_tokens`.
 
-        The pass over the last token of the prompt sets `logits`, if they are needed, or is left to `ask`. The states of
-        recurrent layers are known only at the end of a pass, so if the model has any, a pass also ends where a pack or
-        a message ends.
+        The pass over the last token of the prompt sets `logits`, if they are needed, or is left to `ask`. Where states
+        of recurrent layers are to be known, a pass ends, too.
         """
         ends = sorted(self.plan.ends) if self._model.shape.states else []
         while (start := self.buffer.length) < until:
@@ -345,8 +341,8 @@ class Run:
     def _extend(self, start: int, kv: KVTensors | None = None) -> None:
         """Insert the tokens of the buffer from `start` on into the tree, with a new node where a new owner begins.
 
-        `kv` is their KV; by default it is copied from the buffer. Tokens behind a pack are found only by who may read
-        it, so they need no node of their own, and neither do further packs of the same owner.
+        `kv` is their KV; by default it is copied from the buffer. Whoever finds tokens behind a pack may read the pack,
+        so these need no node of their own.
         """
         stop = self.buffer.length
         if not self.path.is_open or self.path.tokens != start or start == stop:
@@ -374,12 +370,16 @@ class Run:
             return self._engine.forward(ids, self.buffer, logits=logits)
         (region, late_places), self._late = self._late, None
         stop = self.buffer.length + len(ids)
-        places = [*late_places, *range(self.buffer.length, stop)]
-        ids = [self.plan.prompt.token_ids[at] for at in places]
-        with self._engine.scheduler.prefill(len(places)):
-            batch_logits = self._model.forward_among(ids, places, self.buffer, places, logits=logits)
+        last_logits = self._among([*late_places, *range(self.buffer.length, stop)], logits=logits)
         self.buffer.passed(stop)
         self._insert(region)
+        return last_logits
+
+    def _among(self, places: Sequence[int], *, logits: bool = False) -> Tensor | None:
+        """Compute the tokens of the prompt at `places`, of which some have tokens behind them."""
+        ids = [self.plan.prompt.token_ids[at] for at in places]
+        with self._engine.scheduler.prefill(len(places)):
+            batch_logits = self._model.forward_among(ids, self.buffer, places, logits=logits)
         return None if batch_logits is None else batch_logits[0]
 
     def _compute_steered(self, region: Region) -> None:
@@ -398,14 +398,9 @@ class Run:
         tokens_before = kv.tokens - len(region)
         if tokens_before > 0:
             self._append(kv.slice(0, tokens_before))
-        self._write(region, altered(kv.slice(tokens_before, kv.tokens), region))
-
-    def _write(self, region: Region, kv: KVTensors) -> None:
-        """Write the KV of a labelled region to the buffer, and to the tree as one node once all of it is computed."""
-        is_of_buffer = self.buffer.holds(kv)
+        kv = region.steered(kv.slice(tokens_before, kv.tokens))
         self.buffer.append(kv)
-        if self._late is None:
-            self._insert(region, None if is_of_buffer else kv)
+        self._insert(region, kv)
 
     def _insert(self, region: Region, kv: KVTensors | None = None) -> None:
         """Insert a labelled region into the tree as one node: `kv`, or by default a copy from the buffer."""
@@ -417,7 +412,7 @@ class Run:
 
     def _check_limit(self) -> None:
         if self._limit.is_set():
-            raise Cancelled
+            raise CancelledError
 
 
 def _stored(span: Span, plan: Plan) -> KnowledgePack | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +45,7 @@ class Grammars:
         """
         with self._lock:
             matcher = self._compiled(grammar).deep_copy()
-            thought = _Thought(tuple(self._llm.tokenize_str(_THOUGHT_END)), _THOUGHT if opened else "")
-            return Constraint(self, matcher, room, thought)
+            return Constraint(self, matcher, room, _THOUGHT if opened else "")
 
     @cached_property
     def _llm(self) -> Any:  # noqa: ANN401
@@ -78,6 +76,11 @@ class Grammars:
         """The token with which a constraint ends an answer."""
         return self._ends[0]
 
+    @cached_property
+    def thought_end(self) -> list[int]:
+        """The tokens that close a `<think>` block."""
+        return list(self._llm.tokenize_str(_THOUGHT_END))
+
     def text(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`."""
         return str(self._llm.decode_str(list(tokens)))
@@ -93,17 +96,17 @@ class Grammars:
 
 
 class Constraint:
-    """Decides which tokens may come next in one answer.
+    """Decides which tokens may come next in one answer, of which the prompt has begun to say `said`.
 
     Raises `ToolError` when the grammar needs text that contains a control token, and `SamplingError` when no complete
     answer fits into `room` tokens.
     """
 
-    def __init__(self, grammars: Grammars, matcher: LLMatcher, room: int, thought: _Thought) -> None:
+    def __init__(self, grammars: Grammars, matcher: LLMatcher, room: int, said: str) -> None:
         self._grammars, self._matcher, self._end = grammars, matcher, grammars.end
-        self._scan, self._thought, self._far = JsonScan(), thought, room + _SPARE
+        self._scan, self._said, self._far = JsonScan(), said, room + _SPARE
         self._unwritable = ""
-        ending = self._search(matcher, self._scan, thought)
+        ending = self._search(matcher, self._scan, said)
         if self._unwritable:
             raise ToolError(
                 f"Got a schema or tool in which something reads like {self._unwritable!r}, a control token of this "
@@ -141,10 +144,10 @@ class Constraint:
         if self._closing:
             token, *self._way = self._way or [self._end]
         # Quotes open no JSON string in free text, where the answer may end anywhere, nor in thoughts.
-        self._scan = JsonScan() if self._matcher.is_accepting() or self._thought.is_open else self._scan
+        self._scan = JsonScan() if self._matcher.is_accepting() or _is_thinking(self._said) else self._scan
         self._matcher.consume_token(token)
         text = self._grammars.text([token])
-        self._scan, self._thought = self._scan.feed(text), self._thought.feed(text)
+        self._scan, self._said = self._scan.feed(text), _and_said(self._said, text)
         return token
 
     def _way_from(self, ahead: LLMatcher, token: int) -> list[int] | None:
@@ -156,16 +159,16 @@ class Constraint:
             if trial.try_consume_tokens(ending) == len(ending) and trial.is_accepting():
                 return ending
         text = self._grammars.text([token])
-        return self._search(ahead, self._scan.feed(text), self._thought.feed(text))
+        return self._search(ahead, self._scan.feed(text), _and_said(self._said, text))
 
-    def _search(self, matcher: LLMatcher, scan: JsonScan, thought: _Thought) -> list[int] | None:
+    def _search(self, matcher: LLMatcher, scan: JsonScan, said: str) -> list[int] | None:
         """A short ending of the answer: at every step the allowed token that closes most. `None` if none is found."""
         lookahead, ending = matcher.deep_copy(), list[int]()
         uses: Counter[int] = Counter()
         while not lookahead.is_accepting():
             if lookahead.is_stopped() or len(ending) > self._far:
                 return None
-            step = list(thought.ending) if thought.is_open else lookahead.compute_ff_tokens()
+            step = list(self._grammars.thought_end) if _is_thinking(said) else lookahead.compute_ff_tokens()
             if not step:
                 mask = lookahead.compute_bitmask()
                 ranked = self._grammars.preferred[0 if scan.inside else 1]
@@ -183,27 +186,21 @@ class Constraint:
             ending += step
             text = self._grammars.text(step)
             was_inside = scan.inside
-            scan, thought = JsonScan() if thought.is_open else scan.feed(text), thought.feed(text)
+            scan, said = JsonScan() if _is_thinking(said) else scan.feed(text), _and_said(said, text)
             if was_inside and not scan.inside:  # The next string may use the same tokens again.
                 uses.clear()
         return ending
 
 
-@dataclass(frozen=True)
-class _Thought:
-    """The text `said` so far, to tell whether it is an open `<think>` block; `ending` are the tokens that close one."""
+def _is_thinking(said: str) -> bool:
+    """Whether the answer so far is an open `<think>` block."""
+    return said.startswith(_THOUGHT) and _THOUGHT_END not in said
 
-    ending: tuple[int, ...]
-    said: str = ""
 
-    @property
-    def is_open(self) -> bool:
-        return self.said.startswith(_THOUGHT) and _THOUGHT_END not in self.said
-
-    def feed(self, text: str) -> _Thought:
-        # An answer that does not begin with a thought, or has closed it, needs no more text.
-        is_decided = len(self.said) >= len(_THOUGHT) and not self.is_open
-        return self if is_decided else _Thought(self.ending, self.said + text)
+def _and_said(said: str, text: str) -> str:
+    # An answer that does not begin with a thought, or has closed it, needs no more text.
+    is_decided = len(said) >= len(_THOUGHT) and not _is_thinking(said)
+    return said if is_decided else said + text
 
 
 def _rank_inside(text: str) -> int:

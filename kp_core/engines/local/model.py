@@ -24,37 +24,24 @@ Memory: TypeAlias = dict[int, dict[int, Tensor]]
 class Model(Protocol):
     """Runs forward passes over KV buffers, one at a time, and writes KV to them."""
 
-    @property
-    def shape(self) -> CacheShape:
-        """The shape of its cache."""
-
-    @property
-    def max_positions(self) -> int:
-        """Most tokens of prompt and answer together."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the input token ids."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Length of the logits."""
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-
-    @property
-    def batches(self) -> bool:
-        """Whether several sequences can be computed in one pass."""
+    shape: CacheShape
+    """The shape of its cache."""
+    max_positions: int
+    """Most tokens of prompt and answer together."""
+    device: torch.device
+    """Device of the input token ids."""
+    vocabulary: int
+    """Length of the logits."""
+    end_tokens: frozenset[int]
+    """Tokens that end an answer."""
+    batches: bool
+    """Whether several sequences can be computed in one pass."""
+    lacks: Mapping[str, str]
+    """See `Engine.lacks`; the engine has all other capabilities."""
 
     @property
     def record(self) -> object | None:
         """Recorded steps of decoding, if it replays them; a single answer is then computed by `rows`, too."""
-
-    @property
-    def lacks(self) -> Mapping[str, str]:
-        """See `Engine.lacks`; the engine has all other capabilities."""
 
     @property
     def rope(self) -> Rope:
@@ -75,32 +62,29 @@ class Model(Protocol):
     def rows(self, buffers: Sequence[KVBuffer], memory: Memory | None = None) -> Callable[[Sequence[int]], Tensor]:
         """A function that runs one token behind each buffer in one pass, and returns logits, `(rows, vocabulary)`."""
 
-    def forward_at(
-        self,
-        ids: Sequence[int],
-        positions: Sequence[int],
-        past: KVTensors | None,
-        past_positions: Sequence[int],
-    ) -> KVTensors:
-        """See `Forward.__call__`."""
-
     def forward_among(  # noqa: PLR0913
         self,
         ids: Sequence[int],
-        positions: Sequence[int],
         buffer: KVBuffer,
         places: Sequence[int],
         *,
-        held: Sequence[int] | None = None,
         unseen: Sequence[int] = (),
         weights: Callable[[Tensor], None] | None = None,
         layers: int | None = None,
         logits: bool = False,
     ) -> Tensor | None:
-        """Compute `ids` at `positions` and write their KV to `places` of `buffer`; see `Forward.anew`."""
+        """Compute `ids` at the ascending `places` of `buffer`, which may have tokens behind them; writes their KV.
+
+        Each token attends to all KV up to its place, except at the places `unseen`. `weights` is called with the
+        attention weights of each layer, `(heads, len(ids), tokens)`, or of the first `layers`. With `logits`, returns
+        those at the last token, `(1, vocabulary)`.
+        """
 
     def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
-        """See `Forward.soft`."""
+        """KV of `header`, `ids` and `trailer` behind the tokens `before`, which begin a separate prompt.
+
+        Header and trailer are input embeddings, `(soft tokens, hidden)`.
+        """
 
     def sampler(
         self, sampling: Sampling, prompt_ids: Sequence[int], constraint: Constraint | None

@@ -57,11 +57,10 @@ class Decoding:
 class Scheduler:
     """Gives the model to one forward pass at a time.
 
-    Decoding steps that wait at the same time share one pass. A step waits briefly for the answers that it shared its
-    last pass with, so that answers that began at different times are decoded together. A question that ends a prompt is
-    a step of several tokens. There is no scheduler thread: one of the waiting threads computes for all. A reader that
-    does not request its next token delays nobody. If both wait, prefill and decoding alternate, one pass and one step.
-    Prompts that arrive together are prefilled before the next step, which they then share.
+    Decoding steps that wait at the same time share one pass, which one of the waiting threads computes for all. A step
+    waits briefly for the answers that it shared its last pass with. A question that ends a prompt is a step of several
+    tokens. If both wait, prefill and decoding alternate, one pass and one step. Prompts that arrive together are
+    prefilled before the next step, which they then share.
     """
 
     def __init__(self, model: Model, free_unused: Callable[[], None] = lambda: None) -> None:
@@ -80,8 +79,7 @@ class Scheduler:
     def twice(self, compute: Callable[[], _Result], again: Callable[[], _Result] | None = None) -> _Result:
         """The result of `compute`. If the device has too little memory, frees what no request uses, and tries `again`.
 
-        Everything that runs the model for a request runs in here. By default, `again` is `compute`. Raises
-        `CacheBudgetError` if there is still too little memory.
+        By default, `again` is `compute`. Raises `CacheBudgetError` if there is still too little memory.
         """
         try:
             return compute()
@@ -145,9 +143,9 @@ class Scheduler:
             self._changed.notify_all()
 
     def step(self, decoding: Decoding, *tokens: int) -> Tensor:
-        """Compute `tokens`, one token or a question, after the buffer. Returns the logits after the last.
+        """Compute `tokens`, one token or a question, behind the buffer. Returns the last logits, `(vocabulary,)`.
 
-        The logits have the shape `(vocabulary,)`. Raises the error of the pass, also if another thread computed it.
+        Raises the error of the pass, also if another thread computed it.
         """
         decoding.tokens, decoding.logits, decoding.error = tokens, None, None
         if len(self._together) > 1 or self._coming or self._waiting:
@@ -180,10 +178,7 @@ class Scheduler:
         return decoding.logits
 
     def _until(self, came: float) -> float:
-        """The time until which a step that arrived at `came` waits for others, if the model is free.
-
-        It counts from when the model became free, because the others could not compute before.
-        """
+        """The time until which a step that arrived at `came` waits for others, if the model is free."""
         return max(came, self._freed) + _PATIENCE * self._took
 
     @property
@@ -280,12 +275,11 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def let_go() -> None:
-    """End the OpenMP threads of the calling thread. OpenMP starts new ones when this thread computes again.
+    """End the OpenMP threads of the calling thread, if torch uses libgomp. New ones start when it computes again.
 
     libgomp keeps worker threads for every thread that ever computed. They wait without sleeping only while there are no
-    more of them than cores. So once a second thread computes, each of the many parallel loops of a forward pass must
-    wake its workers: a decoding step of SmolLM2 then takes 66 ms on two cores, and 36 ms with this function. Does
-    nothing if torch comes without libgomp.
+    more of them than cores, and waking them in every parallel loop is slow: a decoding step of SmolLM2 takes 66 ms on
+    two cores, and 36 ms with this function.
     """
     _pause()(_SOFT)
 

@@ -36,10 +36,9 @@ Name: TypeAlias = tuple[int, int, int]
 class Node:
     """Consecutive tokens with their KV.
 
-    `owners` are the namespaces of the packs that the tokens belong to. A request that may not read all of them finds
-    neither this node nor the nodes below it. A node of altered or composed KV has a `label`: it is found under this
-    label, and matched only as a whole. `serial` numbers the inserted KV, and this node has its tokens from `begin` on;
-    after a split both nodes keep the serial.
+    Only a request that may read all `owners`, the namespaces of the packs in it, finds the node and those below. A node
+    of altered or composed KV has a `label`: it is found under this label, and matched only as a whole. The node has the
+    tokens from `begin` on of the inserted KV number `serial`; after a split both nodes keep the serial.
     """
 
     __slots__ = ("begin", "children", "ids", "kv", "label", "logits", "owners", "parent", "pins", "serial", "users")
@@ -63,7 +62,7 @@ class Node:
 
     @property
     def key(self) -> object:
-        """The key of this node in `children` of its parent."""
+        """Its key in `children` of its parent."""
         return _key(self.ids, self.label)
 
     @property
@@ -128,16 +127,13 @@ class Path:
         owners: Collection[str] = (),
         label: int = 0,
     ) -> bool:
-        """Insert tokens below the path and extend the path to them.
-
-        Returns `False`, and closes the path, when the tree has no room.
-        """
+        """Insert tokens and extend the path to them. Returns `False`, and closes the path, if there is no room."""
         self.is_open = self.is_open and self._tree._insert(self, ids, kv, logits, frozenset(owners), label)  # noqa: SLF001
         return self.is_open
 
     @property
     def owners(self) -> frozenset[str]:
-        """Owners of the nodes of the path: what a request must be able to read to find what stands below it."""
+        """Owners of the nodes of the path."""
         owners: frozenset[str] = frozenset()
         with self._tree.lock:
             for node in self.last.line:
@@ -151,10 +147,7 @@ class Path:
             return self.last
 
     def place(self, read: Callable[[int, int], KVTensors], device: torch.device) -> None:
-        """Move what the path has in host memory to `device`, as far as there is room.
-
-        `read(start, stop)` gives the KV of these tokens there: the request that uses the path has it by now.
-        """
+        """Move what the path has in host memory to `device`, as far as there is room; `read(start, stop)` gives it."""
         with self._tree.lock:
             self._tree._place(self.last, read, device)  # noqa: SLF001
 
@@ -175,11 +168,9 @@ class Path:
 class PrefixTree:
     """Prefix tree with a byte budget. Evicts the least recently used leaves first, but none that is pinned or in use.
 
-    With `host_bytes`, evicted nodes move to host memory, within this budget, and the oldest of these are dropped. They
-    are found like all others, and move back when a request uses them. `nbytes` stays within `budget_bytes`, and
-    `host_nbytes` within `host_bytes`; KV that does not fit is not kept. All methods may be called from several
-    threads. With `has_states`, a path ends only where the states of the recurrent layers are known, because the model
-    can continue only from there.
+    Evicted nodes move to host memory, within `host_bytes`, and back when a request uses them; the oldest there are
+    dropped. KV that does not fit is not kept. With `has_states`, a path ends only where the states of recurrent layers
+    are known, because the model can continue only from there. Several threads may use it.
     """
 
     def __init__(self, budget_bytes: int, *, has_states: bool = False, host_bytes: int = 0) -> None:
@@ -196,10 +187,7 @@ class PrefixTree:
         return len(self._age) + len(self._cold)
 
     def held_bytes(self, *, pinned_only: bool = False) -> int:
-        """Bytes of the nodes that are pinned or in use (with `pinned_only`: pinned), and of all their ancestors.
-
-        Nodes in host memory do not count.
-        """
+        """Bytes on the device of nodes that are pinned or in use (with `pinned_only`: pinned), and their ancestors."""
         with self.lock:
             nodes: set[Node] = set()
             for held in itertools.chain(self._age, self._cold):
@@ -221,12 +209,10 @@ class PrefixTree:
         labels: Mapping[int, tuple[int, int]] = _UNLABELLED,
         logits: bool = True,
     ) -> Path:
-        """The longest path that matches the beginning of the prompt `ids`.
+        """The longest path that matches the beginning of the prompt `ids`, of nodes whose owners are all in `owners`.
 
-        The path has only nodes without owners and nodes whose owners are all in `owners`. `labels` maps the start of
-        each altered or composed region to its end and its negative label. Such a region is one node, which is found
-        only under its label and matched only as a whole. With `logits`, the path covers the whole prompt only if the
-        tree has the logits after it; otherwise it ends before the last token.
+        `labels` maps the start of each altered or composed region to its end and its negative label. With `logits`, the
+        path covers the whole prompt only if the tree has the logits after it; otherwise it ends before the last token.
         """
         with self.lock:
             matches = self._longest(self._root, ids, 0, frozenset(owners), labels)
@@ -290,10 +276,7 @@ class PrefixTree:
             node.pins -= 1
 
     def shrink(self, budget_bytes: int) -> bool:
-        """Set a new budget, and evict what exceeds it.
-
-        Returns `False`, and keeps the old budget, when pinned nodes and nodes in use do not fit into it.
-        """
+        """Set a new budget, and evict what exceeds it; `False`, with the old budget, if what is in use does not fit."""
         with self.lock:
             fits = self._evict(self.nbytes - budget_bytes)
             if fits:
@@ -319,7 +302,7 @@ class PrefixTree:
         return self._cold if node in self._cold else self._age
 
     def _split(self, node: Node, at: int) -> Node:
-        """Insert a node with the first `at` tokens above `node`, which keeps the rest. The KV is shared, not copied."""
+        """Insert a node with the first `at` tokens above `node`, which keeps the rest. The KV is shared."""
         parent, kv = node.parent, node.kv
         if parent is None or kv is None:
             raise AssertionError("the root holds no tokens to split")

@@ -17,7 +17,7 @@ import torch
 from pypdf import PdfWriter
 
 from kp_core import Fact, PackStore, Steering
-from kp_core.compose.packet import Wrapper, load_wrapper, save_wrapper
+from kp_core.compose import PacketComposer
 from kp_core.errors import PackCorruptError
 from kp_core.facts import ChromaFactStore
 from kp_core.facts.sources import read_facts
@@ -91,9 +91,9 @@ def _steering(path: Path) -> Steering:
     return made
 
 
-def _wrapper(path: Path) -> Wrapper:
-    made = Wrapper(torch.ones(3, 8), torch.arange(16.0).view(2, 8), FINGERPRINT, {"steps": 3})
-    save_wrapper(made, path)
+def _wrapper(path: Path) -> PacketComposer:
+    made = PacketComposer(torch.ones(3, 8), torch.arange(16.0).view(2, 8), FINGERPRINT, {"steps": 3})
+    made.save(path)
     return made
 
 
@@ -172,7 +172,7 @@ def _marker(draw: Random, folder: Path) -> None:
 
 _KINDS = (
     *[_pack_file] * 6, *[_pack_content] * 6, *[_stored] * 3, *[_source] * 4, *[_row] * 3, _marker,
-    _signed(_steering, load_steering), _signed(_wrapper, load_wrapper),
+    _signed(_steering, load_steering), _signed(_wrapper, PacketComposer.load),
 )  # fmt: skip
 
 

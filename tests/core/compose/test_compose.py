@@ -6,7 +6,6 @@ import torch
 from kp_core import (
     AutoComposer,
     ExactComposer,
-    KVTensors,
     ModelFingerprint,
     NaiveComposer,
     PacketComposer,
@@ -15,7 +14,7 @@ from kp_core import (
     SpliceComposer,
     compose,
 )
-from kp_core.compose import Composer, Wrapper, composer_of, join
+from kp_core.compose import Composer, composer_of
 from kp_core.errors import KVShapeError, OptionError
 from kp_core.testing import ARCHITECTURES, check_composer
 from tests.composers import Firsts
@@ -37,23 +36,12 @@ class Scaled:
     def regions(self, prompt):
         return prompt.spans[1:]
 
-    def fill(self, region, packs, forward):
-        scaled = [KVTensors(pack.kv.keys, tuple(value * self.factor for value in pack.kv.values)) for pack in packs]
-        return join(region, scaled, forward)
-
-
-@dataclass(frozen=True)
-class Forwarded:
-    """A composer that computes: the pack alone, as if nothing stood before it."""
-
-    exact = False
-    key = "forwarded"
-
-    def regions(self, prompt):
-        return prompt.spans
-
-    def fill(self, region, packs, forward):
-        return join(region, [forward(pack.token_ids) for pack in packs], forward)
+    def fill(self, region, packs, room, move):
+        NaiveComposer().fill(region, packs, room, move)
+        for span in region.spans:
+            for value in room.values:
+                value[:, span.start - region.start : span.stop - region.start] *= self.factor
+        return ()
 
 
 class Anywhere(PacketComposer):
@@ -69,9 +57,8 @@ COMPOSERS = [
     ExactComposer(),
     NaiveComposer(),
     Scaled(0.5),
-    Forwarded(),
     SpliceComposer(),
-    Anywhere(Wrapper(SOFT[:2], SOFT[2:], ModelFingerprint.unknown())),
+    Anywhere(SOFT[:2], SOFT[2:], ModelFingerprint.unknown()),
     Firsts(0.3),
     Firsts(1),
 ]
@@ -127,16 +114,16 @@ def test_two_settings_of_one_composer_share_nothing_but_what_is_exact(isles):
     assert torch.equal(engine.prefill(both, **request, composer=Scaled(2.0)).logits, double.logits)
 
 
-def test_a_composer_that_makes_too_little_is_named(isles):
+def test_a_composer_that_names_tokens_outside_of_its_region_is_named(isles):
     engine, request, _, both = isles()
 
     @dataclass(frozen=True)
-    class Short(Scaled):
-        def fill(self, region, packs, forward):
-            return packs[0].kv.slice(0, 3)
+    class Beyond(Scaled):
+        def fill(self, region, packs, room, move):
+            return [-1]
 
-    with pytest.raises(KVShapeError, match=r"'scaled:1.0' made KV of 3 tokens; expected \d+"):
-        engine.prefill(both, **request, composer=Short())
+    with pytest.raises(KVShapeError, match=r"'scaled:1.0' wants the tokens -1 to \d+ of a region computed"):
+        engine.prefill(both, **request, composer=Beyond())
     assert engine.prefill(both, **request).usage.approximate_tokens == 0
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kp_core import KVTensors, load_engine
+from kp_core import load_engine
 from kp_core.testing import check_composer, tiny_model, tiny_tokenizer
 
 
@@ -17,7 +17,7 @@ def engine():
 
 @dataclass
 class Toy:
-    """Keeps the KV of packs as it is, and computes the tokens between them."""
+    """Keeps the KV of packs as it is."""
 
     exact = False
     key = "toy"
@@ -25,13 +25,12 @@ class Toy:
     def regions(self, prompt):
         return prompt.spans
 
-    def fill(self, region, packs, forward):
-        kv = forward.room(region.stop - region.start)
+    def fill(self, region, packs, room, move):
         for span, pack in zip(region.spans, packs, strict=True):
-            place = kv.slice(span.start - region.start, span.stop - region.start)
+            place = room.slice(span.start - region.start, span.stop - region.start)
             for target, tensor in zip((*place.keys, *place.values), (*pack.kv.keys, *pack.kv.values), strict=True):
                 target.copy_(tensor)
-        return forward.anew(kv, region.between)
+        return ()
 
 
 class Keyless(Toy):
@@ -47,33 +46,35 @@ class Boasting(Toy):
     exact = True
 
 
-class Short(Toy):
-    def fill(self, region, packs, forward):
-        return packs[0].kv.slice(0, 3)
+class Beyond(Toy):
+    def fill(self, region, packs, room, move):
+        return [len(region)]
 
 
 class Random(Toy):
-    def fill(self, region, packs, forward):
-        kv = super().fill(region, packs, forward)
-        return KVTensors(kv.keys, tuple(value + torch.rand_like(value) for value in kv.values))
+    def fill(self, region, packs, room, move):
+        super().fill(region, packs, room, move)
+        for value in room.values:
+            value.add_(torch.rand_like(value))
+        return ()
 
 
 class Grasping(Toy):
     """Changes the KV of its packs."""
 
-    def fill(self, region, packs, forward):
+    def fill(self, region, packs, room, move):
         with torch.inference_mode():
             packs[0].kv.values[0].mul_(2)
-        return super().fill(region, packs, forward)
+        return super().fill(region, packs, room, move)
 
 
 class Trampling(Toy):
     """Changes the KV before its region."""
 
-    def fill(self, region, packs, forward):
+    def fill(self, region, packs, room, move):
         with torch.inference_mode():
-            forward.before.values[0].mul_(2)
-        return super().fill(region, packs, forward)
+            room.values[0].as_strided((region.start,), (1,), 0).mul_(2)
+        return super().fill(region, packs, room, move)
 
 
 def test_a_composer_of_four_members_passes(engine):
@@ -88,7 +89,7 @@ def test_a_composer_of_four_members_passes(engine):
         (Keyless, "`key` is a text that does not change"),
         (Elsewhere, "`regions` returns spans of the prompt"),
         (Boasting, "An `exact` composer gives the logits of a plain prefill"),
-        (Short, r"`fill` returns KV of the tokens of its region. Got: .* made KV of 3 tokens"),
+        (Beyond, r"`fill` returns tokens of its region. Got: .*'toy' wants the tokens \d+ to \d+"),
         (Random, "Equal regions get equal KV each time"),
         (Grasping, "`fill` leaves the KV of packs as it is"),
         (Trampling, "`fill` leaves KV outside of its region as it is"),

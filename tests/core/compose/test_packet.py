@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from kp_core import Handle, PacketComposer, PackStore, SpliceComposer
-from kp_core.compose import Wrapper, composer_of, load_wrapper, save_wrapper
+from kp_core.compose import composer_of
 from kp_core.compose.packet import SHIPPED
 from kp_core.engines.request import Request
 from kp_core.errors import ContextOverflowError, OptionError, WrapperError, WrapperMismatchError
@@ -25,7 +25,7 @@ SOFT = 3
 def wrapper_for(engine, seed=0, scale=0.5):
     draw = torch.Generator().manual_seed(seed)
     soft = torch.randn(2 * SOFT, engine.engine.model.config.hidden_size, generator=draw) * scale
-    return Wrapper(soft[:SOFT], soft[SOFT:], engine.fingerprint, {"steps": 0})
+    return PacketComposer(soft[:SOFT], soft[SOFT:], engine.fingerprint, {"steps": 0})
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -34,7 +34,7 @@ def isles(request, tmp_path):
     engine, store = tiny_engine("llama", request.param), PackStore(tmp_path)
     engine.clear_cache()
     handles = [str(store.put(engine.build_pack(text, namespace="isles"))) for text in TEXTS]
-    options = {"view": store.view("isles"), "composer": PacketComposer(wrapper_for(engine))}
+    options = {"view": store.view("isles"), "composer": wrapper_for(engine)}
     return engine, store, options, "\n\n".join(handles) + "\n\nWhich?"
 
 
@@ -46,7 +46,7 @@ def test_a_wrapped_pack_is_what_the_model_computes_of_its_embeddings(isles):
     engine, _, options, question = isles
     prompt, found = kv_of(engine, question, **options)
     exact, _ = kv_of(engine, question, **plain(options))
-    model, wrapper = engine.engine.model.network, options["composer"].wrapper
+    model, wrapper = engine.engine.model.network, options["composer"]
     assert len(prompt) == len(exact) + 2 * 2 * SOFT
     for span in prompt.spans[1:]:
         ids = options["composer"].unwrapped(span.pack)
@@ -100,7 +100,7 @@ def test_a_wrapped_pack_is_compiled_once_and_kept_in_the_store(isles):
     until(lambda: len(list(store.kept())) == 3)
     # Of another wrapper there is nothing, and it goes with its pack.
     engine.clear_cache()
-    second = engine.prefill(question, **plain(options), composer=PacketComposer(wrapper_for(engine, seed=1)))
+    second = engine.prefill(question, **plain(options), composer=wrapper_for(engine, seed=1))
     assert second.usage.computed_tokens == cold.usage.computed_tokens
     until(lambda: len(list(store.kept())) == 5)
     store.remove(Handle.parse(handles[1]))
@@ -170,7 +170,7 @@ def test_explain_and_the_limit_count_soft_tokens(isles):
 def test_without_soft_tokens_it_is_a_splice(isles):
     engine, _, options, question = isles
     wrapper = wrapper_for(engine)
-    bare = PacketComposer(replace(wrapper, header=wrapper.header[:0], trailer=wrapper.trailer[:0]))
+    bare = replace(wrapper, header=wrapper.header[:0], trailer=wrapper.trailer[:0])
     found = engine.prefill(question, **plain(options), composer=bare).logits.float()
     spliced = engine.prefill(question, **plain(options), composer=SpliceComposer()).logits.float()
     exact = engine.prefill(question, **plain(options)).logits.float()
@@ -179,33 +179,33 @@ def test_without_soft_tokens_it_is_a_splice(isles):
 
 def test_a_wrapper_of_another_model_is_refused(isles):
     engine, _, options, question = isles
-    other = PacketComposer(wrapper_for(tiny_engine("qwen3")))
+    other = wrapper_for(tiny_engine("qwen3"))
     with pytest.raises(WrapperMismatchError, match=r"The wrapper \w+ was not made by this model .*kp packet train"):
         engine.prefill(question, **plain(options), composer=other)
 
 
 def test_files(tmp_path, monkeypatch):
     wrapper = wrapper_for(tiny_engine())
-    path = save_wrapper(wrapper, tmp_path / "new" / "some.wrapper")
-    found = load_wrapper(path)
+    path = wrapper.save(tmp_path / "new" / "some.wrapper")
+    found = PacketComposer.load(path)
     assert found == wrapper
     assert found.training == {"steps": 0}
-    assert composer_of(f"packet:wrapper={path}") == PacketComposer(wrapper)
-    assert PacketComposer(wrapper).key != PacketComposer(wrapper_for(tiny_engine(), seed=1)).key
+    assert composer_of(f"packet:wrapper={path}") == wrapper
+    assert wrapper.key != wrapper_for(tiny_engine(), seed=1).key
     before = path.read_bytes()
     for at in (4, 100, len(before) // 2, len(before) - 1):
         path.write_bytes(before[:at] + bytes([before[at] ^ 1]) + before[at + 1 :])
         with pytest.raises(WrapperError, match="cannot be used"):
-            load_wrapper(path)
+            PacketComposer.load(path)
     for wrong in (b"", before[:-1], b"no safetensors at all"):
         path.write_bytes(wrong)
         with pytest.raises(WrapperError, match="cannot be used"):
-            load_wrapper(path)
+            PacketComposer.load(path)
     path.write_bytes(before)
     with pytest.raises(WrapperError, match="There is no"):
-        load_wrapper(tmp_path / "none")
+        PacketComposer.load(tmp_path / "none")
     with pytest.raises(WrapperError, match="shape"):
-        Wrapper(wrapper.header, wrapper.trailer[:, :3], wrapper.fingerprint)
+        PacketComposer(wrapper.header, wrapper.trailer[:, :3], wrapper.fingerprint)
     with pytest.raises(OptionError):
         composer_of("packet:r=1")
 
@@ -214,15 +214,15 @@ def test_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(blobs, "stage", full)
     with pytest.raises(WrapperError, match="No space left on device"):
-        save_wrapper(wrapper_for(tiny_engine(), seed=1), path)
+        wrapper_for(tiny_engine(), seed=1).save(path)
     assert path.read_bytes() == before
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
 def test_the_shipped_wrapper_is_small_and_says_how_it_was_made(caplog):
     caplog.set_level(logging.WARNING)
-    wrapper = PacketComposer.load().wrapper
+    wrapper = PacketComposer.load()
     assert SHIPPED.stat().st_size < 1_000_000
     assert wrapper.training["about"].startswith("kp packet train")
     assert wrapper.training["best"]["held_kl"] < wrapper.training["without_soft_tokens_kl"]
-    assert composer_of("packet").wrapper == wrapper
+    assert composer_of("packet") == wrapper

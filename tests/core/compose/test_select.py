@@ -53,7 +53,7 @@ def test_the_answer_is_that_of_the_text_of_what_was_read(towns):
     plain = engine.generate("\n\n".join([*texts, question]), max_tokens=12)
     assert answer.prompt.token_ids == plain.prompt.token_ids
     assert answer.token_ids == plain.token_ids
-    assert torch.equal(answer.first_logits, plain.first_logits)
+    assert torch.equal(answer.logits, plain.logits)
 
 
 def test_selecting_leaves_nothing_behind_that_a_plain_prompt_could_find(towns):
@@ -61,7 +61,7 @@ def test_selecting_leaves_nothing_behind_that_a_plain_prompt_could_find(towns):
     engine.generate(ask(handles, TOWNS[1]), composer=SELECT, **options)
     warm = engine.generate(ask(handles, TOWNS[1]), **options)
     cold = engine.generate(ask(handles, TOWNS[1]), reuse=False, **options)
-    assert torch.equal(warm.first_logits, cold.first_logits)
+    assert torch.equal(warm.logits, cold.logits)
     assert warm.token_ids == cold.token_ids
 
 

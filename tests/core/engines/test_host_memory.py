@@ -2,13 +2,13 @@
 
 import itertools
 import logging
+from functools import partial
 
 import pytest
 import torch
 
 from kp_core import PackStore, load_engine
 from kp_core.engines.local.buffer import TILE, KVBuffer
-from kp_core.engines.local.copies import CopyStream
 from kp_core.testing import ARCHITECTURES, tiny_model, tiny_tokenizer
 from tests.composers import Firsts
 from tests.parity.families import model_of
@@ -52,7 +52,7 @@ def ways_of(engine):
 
 def assert_same(found, expected):
     assert found.token_ids == expected.token_ids
-    assert torch.equal(found.first_logits, expected.first_logits)
+    assert torch.equal(found.logits, expected.logits)
     assert found.usage.computed_tokens == expected.usage.computed_tokens
 
 
@@ -125,32 +125,23 @@ def test_a_host_that_pins_no_more_memory_costs_the_cache_alone(monkeypatch, capl
     assert engine.generate(TEXT, max_tokens=4).token_ids == expected
 
 
-class Late(CopyStream):
+def late(events, layers):
     """Copies when it is waited for, not sooner. Until then the targets are not numbers."""
+    for target, _ in (pair for pairs in layers for pair in pairs):
+        target.fill_(torch.nan)
 
-    def __init__(self, events):
-        super().__init__(torch.device("cpu"))
-        self._events = events
+    def arrive(at, pairs):
+        events.append(f"copied {at}")
+        for target, source in pairs:
+            target.copy_(source)
 
-    def takes(self, kv):
-        return True
-
-    def start(self, layers):
-        for target, _ in (pair for pairs in layers for pair in pairs):
-            target.fill_(torch.nan)
-
-        def arrive(at, pairs):
-            self._events.append(f"copied {at}")
-            for target, source in pairs:
-                target.copy_(source)
-
-        return [lambda at=at, pairs=pairs: arrive(at, pairs) for at, pairs in enumerate(layers)]
+    return [partial(arrive, at, pairs) for at, pairs in enumerate(layers)]
 
 
 def watch(engine):
     """Lets KV of packs and from the host arrive late; returns what happens in order."""
     events = []
-    engine.engine.pool.copies = Late(events)
+    engine.engine.pool.copy = partial(late, events)
     for at, layer in enumerate(engine.engine.model.network.base_model.layers):
         layer.register_forward_pre_hook(lambda *_, at=at: events.append(f"began {at}"))
     engine.engine.pool.clear()
@@ -170,7 +161,7 @@ def test_the_first_layers_compute_while_the_later_ones_are_copied(source):
     in_order = [event for event, _ in itertools.groupby(events)]  # What is before the pack comes in a part of its own.
     assert in_order[-2 * layers :] == [event for at in range(layers) for event in (f"began {at}", f"copied {at}")]
     assert found.usage.reused_tokens >= len(pack.token_ids)
-    assert torch.equal(found.first_logits, expected.first_logits)
+    assert torch.equal(found.logits, expected.logits)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,7 @@ from contextlib import closing
 import pytest
 
 from kp_core import PackStore, load_engine
-from kp_core.engines.local.buffer import BufferPool, Cancelled, KVBuffer
+from kp_core.engines.local.buffer import BufferPool, KVBuffer
 from kp_core.engines.local.tree import PrefixTree
 from kp_core.errors import BusyError, CacheBudgetError, GenerationTimeoutError
 from kp_core.plan import Limit
@@ -213,7 +213,7 @@ def test_first_come_first_served():
             until(lambda: len(pool._queue) == len(threads) + 1)
         cancel = threading.Event()
         cancel.set()
-        with pytest.raises(Cancelled), pool.turn(Limit(cancel)):
+        with pytest.raises(CancelledError), pool.turn(Limit(cancel)):
             raise AssertionError("its turn never came")
     for thread in threads:
         thread.join()

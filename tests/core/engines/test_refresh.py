@@ -45,7 +45,7 @@ def test_after_a_refresh_everything_is_of_the_model_as_it_is(silently, dtype, tm
     fresh = engine_of(model)
     assert fresh.fingerprint == engine.fingerprint
     answers = [each.generate(asked, view=store.view("a"), max_tokens=9) for each in (engine, fresh)]
-    assert torch.equal(*(answer.first_logits for answer in answers))
+    assert torch.equal(*(answer.logits for answer in answers))
     assert answers[0].token_ids == answers[1].token_ids
     # It is watched from there on.
     change(model, silently=False)

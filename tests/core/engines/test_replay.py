@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kp_core import load_engine
-from kp_core.engines.hf import replay
-from kp_core.engines.hf.replay import PLAIN_STEPS, ReplayedRows
+from kp_core.engines.hf import rows
+from kp_core.engines.hf.rows import PLAIN_STEPS, ReplayedRows
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.parity.families import model_of
@@ -72,7 +72,7 @@ class Recorder:
 
 
 def model_with_rows(kind, monkeypatch):
-    monkeypatch.setattr(replay, "_STRIDE", 32)
+    monkeypatch.setattr(rows, "_KEYS", 32)
     source = tiny_model(kind) if kind in ("llama", "qwen3", "gemma", "phi3") else model_of(kind)
     return load_engine(source, tokenizer=tiny_tokenizer(), chunk_tokens=64, cache_bytes=20_000_000)
 

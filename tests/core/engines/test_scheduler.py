@@ -345,7 +345,7 @@ def test_questions_asked_together_get_their_own_tokens_and_leave_no_other_bits(t
             len(each.prompt.token_ids) - each.usage.reused_tokens for each in found
         ]
     assert any(sum(count > 1 for count in each) > 1 for each in counts), counts
-    assert all(torch.equal(one.first_logits, other.first_logits) for one, other in zip(found, alone, strict=True))
+    assert all(torch.equal(one.logits, other.logits) for one, other in zip(found, alone, strict=True))
 
 
 def test_prompts_that_wait_for_something_else_hold_steps_up_once(monkeypatch):

@@ -77,7 +77,7 @@ def test_steered_is_what_plain_transformers_gives_with_deltas_added_to_its_cache
     end = len(ids) - 1
     start, stop = {"system": (0, found.prompt.breaks[0]), "prompt": (0, end), "last_token": (end - 1, end)}[scope]
     logits, tokens = by_hand(architecture, ids, [(start, stop, steering)], passes_between(stop, len(ids)), 6)
-    torch.testing.assert_close(found.first_logits, logits, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(found.logits, logits, atol=1e-4, rtol=1e-3)
     shared = found.token_ids[: len(found.token_ids)]
     assert shared == tokens[: len(shared)]
     plain, _ = by_hand(architecture, ids, [], passes_between(len(ids)), 1)
@@ -118,9 +118,9 @@ def test_packs_of_several_messages_are_steered_one_after_the_other(architecture)
     parts = [(*spans[0], a), (*spans[1], b)]
     cuts = passes_between(*spans[0], *spans[1], len(found.prompt))
     logits, tokens = by_hand(architecture, found.prompt.token_ids, parts, cuts, 4)
-    torch.testing.assert_close(found.first_logits, logits, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(found.logits, logits, atol=1e-4, rtol=1e-3)
     assert found.token_ids == tokens[: len(found.token_ids)]
-    assert alike(engine, found.first_logits, engine.prefill(messages, view=view, reuse=False).logits)
+    assert alike(engine, found.logits, engine.prefill(messages, view=view, reuse=False).logits)
 
 
 def test_packs_of_one_message_are_computed_first_and_altered_together():
@@ -138,7 +138,7 @@ def test_packs_of_one_message_are_computed_first_and_altered_together():
         4,
     )
     assert spans[0][1] == spans[1][0]
-    torch.testing.assert_close(found.first_logits, logits, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(found.logits, logits, atol=1e-4, rtol=1e-3)
     assert found.token_ids == tokens[: len(found.token_ids)]
 
 
@@ -378,7 +378,7 @@ def test_the_default_strength_is_lower_beside_knowledge_and_what_was_calibrated_
         for packs, alpha in (((), alone), ([pack], beside)):
             found = engine.generate("Who?", packs=packs, steering=(asked, None), max_tokens=4)
             explicit = engine.generate("Who?", packs=packs, steering=(asked, alpha), max_tokens=4)
-            assert torch.equal(found.first_logits, explicit.first_logits)
+            assert torch.equal(found.logits, explicit.logits)
             assert found.token_ids == explicit.token_ids
         assert pack.steer(asked).steering == beside * asked
     assert (-calibrated).recommended == (-2, -0.25)
