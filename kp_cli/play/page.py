@@ -153,8 +153,12 @@ def _asking(world: World) -> None:
     gr.Examples([[example] for example in _QUESTIONS], question, label="Questions about the sample")
     with gr.Accordion("How it is sent", open=False):
         k = gr.Slider(1, 4, value=1, step=1, label="Documents sent")
-        composers = [("exact", "exact"), ("splice (approximate)", "splice")]
-        composer = gr.Radio(composers, value="exact", label="KV of packs that stand behind other packs")
+        composers = [
+            ("all, exact", "exact"),
+            ("select: those that the question is about, exact", "select"),
+            ("all, splice (approximate)", "splice"),
+        ]
+        composer = gr.Radio(composers, value="exact", label="How several packs are read")
     answers: dict[Way, gr.Textbox] = {}
     costs: dict[Way, gr.Markdown] = {}
     with gr.Row():
@@ -213,7 +217,9 @@ def _verdict(generations: Mapping[Way, Generation]) -> str:
     pace = f"**{ratio:.1f} times** sooner" if ratio >= 1 else f"{1 / ratio:.1f} times later"
     sentence = f"The first token came {pace} from packs. "
     if packs.prompt.token_ids != text.prompt.token_ids:
-        return f"{sentence}The prompts differ."
+        unread = packs.usage.unread_packs
+        documents = "1 document was" if unread == 1 else f"{unread} documents were"
+        return f"{sentence}The prompts differ{f': {documents} not read' if unread else ''}."
     comparison = "the same" if packs.text == text.text else "not the same"
     return f"{sentence}Both read the same {len(text.prompt):,} tokens, and the answers are {comparison}."
 

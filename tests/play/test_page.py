@@ -122,12 +122,15 @@ def test_several_packs_that_are_composed_are_coloured_as_what_they_are(visit):
     page = visit()
     page.get_by_role("button", name="How it is sent").click()
     slide(page, "Documents sent", "2")
-    choose(page, "splice (approximate)")
+    choose(page, "select: those that the question is about, exact")
+    ask(page, "Who is the miller?")
+    assert "1 document was not read" in page.locator("#kp-verdict").inner_text()
+    choose(page, "all, splice (approximate)")
     ask(page, "Where is the kelp mill?")
     assert counts(page, "packs")[" approximate"] > 0
     assert "approximate" in page.locator("#kp-plan").inner_text()
     picture(page, "plan", "#kp-plan")
-    choose(page, "exact")
+    choose(page, "all, exact")
 
 
 def test_what_is_no_document_is_said_and_never_run(visit, played, tmp_path):

@@ -38,6 +38,9 @@ def test_packs_and_text_are_one_prompt_and_one_answer(world):
         assert packs.usage.pack_tokens == sum(each.tokens for each in asked.documents)
         assert text.usage.pack_tokens == text.usage.reused_tokens == 0
         assert sum(asked.plan.counts.values()) == len(packs.prompt)
+    selected = answered(world, world.ask("Who is the miller of the mill?", 2, composer="select"), "packs")
+    assert 1 <= len(selected.packs) == 2 - selected.usage.unread_packs
+    assert selected.usage.approximate_tokens == 0
     assert answered(world, world.ask("The mill?", 2, composer="splice"), "packs").usage.approximate_tokens > 0
 
 
