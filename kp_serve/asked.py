@@ -18,10 +18,23 @@ from kp_core.packs.handle import find_handles
 from kp_core.plan import Plan, Region
 from kp_core.steering import Steering, steering_bytes, steering_of
 
-__all__ = ["COMPUTED", "Moved", "Placed", "asked", "blocks_as_json", "blocks_of", "digest_of", "moved_packs", "steered"]
+__all__ = [
+    "COMPUTED",
+    "FIRST_PACK",
+    "Moved",
+    "Placed",
+    "asked",
+    "blocks_as_json",
+    "blocks_of",
+    "digest_of",
+    "moved_packs",
+    "steered",
+]
 
 COMPUTED = "kp-computed-tokens"
 """Response header: the number of tokens computed before the prompt could be steered or its packs moved."""
+FIRST_PACK = "kp-pack"
+"""Request header: the first pack in a prompt of token ids. A load balancer may route by it."""
 
 Moved: TypeAlias = tuple[tuple[int, int, str], ...]
 """Moved packs, in order: start, stop and handle of each."""

@@ -17,8 +17,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
 from kp_core.plan import Limit, Plan
 from kp_core.prompt.template import ChatTemplate
-from kp_serve.asked import COMPUTED, asked
-from kp_serve.counts import FIRST_PACK
+from kp_serve.asked import COMPUTED, FIRST_PACK, asked
 
 __all__ = ["VLLMEngine"]
 
@@ -196,8 +195,7 @@ class VLLMEngine:
             yield token
 
     def _events(self, body: dict[str, Any], headers: Mapping[str, str], limit: Limit) -> Iterator[dict[str, Any]]:
-        """The events of an answer, until the time limit."""
-        # Wait for a busy server no longer than the caller's time limit.
+        """The events of an answer, until the time limit, also where the server is busy."""
         timeout = self._client.timeout
         if limit.timeout is not None:
             timeout = httpx.Timeout(max(limit.timeout - limit.spent, 1e-3))
