@@ -113,54 +113,6 @@ class SourceOptions:
         return itertools.chain(facts, rows)
 
 
-@dataclass(frozen=True)
-class CompileOptions(ModelOptions):
-    """Options for compiling packs."""
-
-    compile: Annotated[
-        bool, typer.Option("--compile", help="Compile packs of all facts now, not when a search first finds them.")
-    ] = False
-    unit: _Unit = "fact"
-    kv: Annotated[KV, typer.Option(help="Whether --compile stores KV, or text alone.")] = "stored"
-    compress: Annotated[
-        Compression | None,
-        typer.Option(
-            help="How KV is stored: none as it is, lossless changes no bit, int8 rounds and needs "
-            "`--mismatch accept`. Default: none; a server stores it as its `kp serve --compress` says."
-        ),
-    ] = None
-
-    def run(self, facts: FactStore, store: PackStore, session: Session, *, as_json: bool) -> dict[str, Any]:
-        """Print the cost, compile, and return the cost as JSON. An interrupted run continues where it stopped."""
-        engine, is_lazy = session.engine, self.kv == "lazy"
-        if isinstance(engine, VLLMEngine) and self.compress is not None:
-            raise typer.BadParameter(f"Got --compress {self.compress}, but `kp serve --compress` decides for a server.")
-        server = engine if isinstance(engine, VLLMEngine) and not is_lazy else None
-        compress = self.compress or "none"
-        delivery = Delivery(facts, session, store, unit=self.unit, kv=self.kv, compress=compress)
-        units = delivery.all_units()
-        compiled, _ = find_compiled(units, session, store, lazy=is_lazy, accept=compress == "int8")
-        missing = [unit.text for unit in units if (unit.namespace, unit.text) not in compiled]
-        cost, stored = compile_cost(missing, session, lazy=is_lazy, compress=compress), len(units) - len(missing)
-        plan: dict[str, Any] = {"packs": cost.packs, "tokens": cost.tokens, "stored": stored, "compress": compress}
-        if server is None:
-            plan |= {"bytes": cost.nbytes, "minutes": cost.seconds / 60}
-            kind = "" if compress == "none" else f" ({compress})"
-            price = f", {cost.nbytes / 1e6:,.1f} MB on disk{kind}, about {cost.seconds / 60:.1f} minutes"
-        else:  # Only the server knows bytes and time.
-            plan["server"], price = server.base_url, f", by {server.base_url}"
-        about = f"To compile: {cost.packs:,} packs of {cost.tokens:,} tokens{price}; compiled already: {stored:,}."
-        typer.echo(about, err=as_json)
-        if server is None and cost.nbytes > MUCH_BYTES:
-            gigabytes = f"{cost.nbytes / 1e9:.1f} GB"
-            typer.echo(f"That is {gigabytes}; `--kv lazy` stores text alone, and computes KV on use.", err=True)
-        handles = delivery.compile(units)
-        if server is not None:
-            compiled_units = [unit for unit, handle in zip(units, handles, strict=True) if handle]
-            _compile_there(server, compiled_units, self.unit)
-        return plan
-
-
 @spread
 def build(  # noqa: PLR0913 - one parameter per option or group of options
     place: Place,
@@ -180,7 +132,19 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
     ] = None,
     source: SourceOptions,
     options: PlaceOptions,
-    compiling: CompileOptions,
+    model: ModelOptions,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile packs of all facts now, not when a search first finds them.")
+    ] = False,
+    unit: _Unit = "fact",
+    kv: Annotated[KV, typer.Option(help="Whether --compile stores KV, or text alone.")] = "stored",
+    compress: Annotated[
+        Compression | None,
+        typer.Option(
+            help="How KV is stored: none as it is, lossless changes no bit, int8 rounds and needs "
+            "`--mismatch accept`. Default: none; a server stores it as its `kp serve --compress` says."
+        ),
+    ] = None,
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
@@ -188,14 +152,16 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
 
     Facts are stored as they are read. Facts that are already stored are not embedded again.
     """
-    if not files and source.dataset is None and not (is_collection(place) and (compiling.compile or bank_size)):
+    if not files and source.dataset is None and not (is_collection(place) and (compiled or bank_size)):
         if Path(place).exists() and not is_collection(place):
             raise typer.BadParameter(f"Got no name. `kp build NAME {place}` makes one of {place}.")
         raise typer.BadParameter("Got neither files nor --dataset; give at least one.")
     skipped: list[SourceError] = []
     facts = source.facts(files or [], skipped)
     # A missing model must fail before hours of embedding.
-    session = compiling.load() if compiling.compile else None
+    session = model.load() if compiled else None
+    if session is not None and isinstance(session.engine, VLLMEngine) and compress is not None:
+        raise typer.BadParameter(f"Got --compress {compress}, but `kp serve --compress` decides for a server.")
     with open_collection(place, options, new=True, wait=wait, bank_size=bank_size) as collection:
         report = _ingest(collection, facts, files, source.ttl, skipped)
         if bank_size:
@@ -204,7 +170,8 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
             tell(report, _ingested(report), as_json=False)
         if session is not None:
             store = PackStore(options.folder(place, collection))
-            report["plan"] = compiling.run(collection, store, session, as_json=as_json)
+            delivery = Delivery(collection, session, store, unit=unit, kv=kv, compress=compress or "none")
+            report["plan"] = _compile(delivery, session, store, as_json=as_json)
     if as_json:
         print_json(report)
 
@@ -432,6 +399,32 @@ def _ingested(told: Mapping[str, Any]) -> str:
         ids = ", ".join(corrected[:_SHOWN]) + (", …" if len(corrected) > _SHOWN else "")
         lines.append(f"Corrected in the collection earlier, and left as they are: {ids}.")
     return "\n".join([*lines, f"Now {counted(told['facts'], 'fact')}."])
+
+
+def _compile(delivery: Delivery, session: Session, store: PackStore, *, as_json: bool) -> dict[str, Any]:
+    """Print the cost, compile, and return the cost as JSON. An interrupted run continues where it stopped."""
+    units, is_lazy, compress = delivery.all_units(), delivery.kv == "lazy", delivery.compress
+    server = session.engine if isinstance(session.engine, VLLMEngine) and not is_lazy else None
+    compiled, _ = find_compiled(units, session, store, lazy=is_lazy, accept=compress == "int8")
+    missing = [unit.text for unit in units if (unit.namespace, unit.text) not in compiled]
+    cost, stored = compile_cost(missing, session, lazy=is_lazy, compress=compress), len(units) - len(missing)
+    plan: dict[str, Any] = {"packs": cost.packs, "tokens": cost.tokens, "stored": stored, "compress": compress}
+    if server is None:
+        plan |= {"bytes": cost.nbytes, "minutes": cost.seconds / 60}
+        kind = "" if compress == "none" else f" ({compress})"
+        price = f", {cost.nbytes / 1e6:,.1f} MB on disk{kind}, about {cost.seconds / 60:.1f} minutes"
+    else:  # Only the server knows bytes and time.
+        plan["server"], price = server.base_url, f", by {server.base_url}"
+    about = f"To compile: {cost.packs:,} packs of {cost.tokens:,} tokens{price}; compiled already: {stored:,}."
+    typer.echo(about, err=as_json)
+    if server is None and cost.nbytes > MUCH_BYTES:
+        gigabytes = f"{cost.nbytes / 1e9:.1f} GB"
+        typer.echo(f"That is {gigabytes}; `--kv lazy` stores text alone, and computes KV on use.", err=True)
+    handles = delivery.compile(units)
+    if server is not None:
+        compiled_units = [unit for unit, handle in zip(units, handles, strict=True) if handle]
+        _compile_there(server, compiled_units, delivery.unit)
+    return plan
 
 
 def _compile_there(server: VLLMEngine, units: Sequence[Fact], unit: Unit) -> None:
