@@ -35,41 +35,6 @@ from kp_core.packs.handle import Handle, check_namespace
 if TYPE_CHECKING:
     from kp_core import Session
 
-__all__ = [
-    "ERRORS",
-    "RESIDENT",
-    "JsonFlag",
-    "MaybeNamespace",
-    "ModelOptions",
-    "OtherModelError",
-    "Place",
-    "PlaceOptions",
-    "ReadOptions",
-    "SearchOptions",
-    "TargetPath",
-    "Where",
-    "about_hit",
-    "checked_namespace",
-    "console",
-    "counted",
-    "did_you_mean",
-    "existing",
-    "filter_of",
-    "fitted",
-    "is_collection",
-    "is_store",
-    "located",
-    "message_of",
-    "open_collection",
-    "plain",
-    "print_json",
-    "siblings",
-    "sourced",
-    "spread",
-    "table_of",
-    "tell",
-]
-
 _SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _SIGNS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
