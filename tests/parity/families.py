@@ -268,7 +268,8 @@ not with caps on scores (Gemma 2) or position biases (ALiBi).
 REFUSED = """
 ## What is not served, or not tried
 
-Refused at load, before weights are read, or left out of the matrix:
+Refused at load, before weights are read, or left out of the matrix: encoders and encoder-decoders (BERT, BART and their
+kin), and
 
 | reason | `model_type` |
 |---|---|"""
@@ -363,7 +364,7 @@ def page():
     lines.append(REFUSED)
     reasons = {}
     for kind, found in kinds().items():
-        if isinstance(found, str):
+        if isinstance(found, str) and "encoder" not in found:
             reasons.setdefault(found, []).append(kind)
     for reason, named in sorted((reasons | NOT_RUN).items()):
         lines.append(f"| {reason} | {', '.join(f'`{kind}`' for kind in sorted(named))} |")
