@@ -68,8 +68,8 @@ def up(
             RESIDENT.clear()
             session.close()
         return
-    given = {"--model": model.model, "--engine": model.engine, "--dtype": model.dtype, "--idle": idle}
-    options = [part for name, value in given.items() if value is not None for part in (name, value)]
+    passed = {"--model": model.model, "--engine": model.engine, "--dtype": model.dtype, "--idle": idle}
+    options = [part for name, value in passed.items() if value is not None for part in (name, value)]
     log = folder / "log"
     with log.open("wb") as file, waiting("Loading the model"):
         command = [sys.executable, "-m", "kp_cli", "up", "--here", *options]

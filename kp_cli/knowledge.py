@@ -237,7 +237,7 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
         new_handle = store.put(pack)
     else:
         with open_collection(place, options, wait=wait) as collection:
-            fact = collection.get(_found_id(name, collection))
+            fact = collection.get(_full_id(name, collection))
             session, store = model.load(), PackStore(options.folder(place, collection))
             delivery = Delivery(collection, session, store, kv="stored", namespace=fact.namespace)
             with waiting("Compiling"):
@@ -270,7 +270,7 @@ def remove(  # noqa: PLR0913 - one parameter per option
     if not ids and not tests:
         raise typer.BadParameter("Got neither ids nor --where nor --source; give one.")
     with open_collection(place, options, wait=wait) as collection:
-        full_ids = [_found_id(prefix, collection) for prefix in ids] if ids else None
+        full_ids = [_full_id(prefix, collection) for prefix in ids] if ids else None
         matching = list(collection.facts(ids=full_ids, where={"$and": tests} if tests else None, namespace=namespace))
         report: dict[str, Any] = {"removed": [fact.id for fact in matching], "dry_run": dry_run}
         message = f"Facts that would be removed: {len(matching)}."
@@ -389,16 +389,14 @@ def _ingest(
     return {**asdict(added), "skipped": [str(error) for error in skipped], "facts": len(collection)}
 
 
-def _ingested(told: Mapping[str, Any]) -> str:
+def _ingested(report: Mapping[str, Any]) -> str:
     """The result of `_ingest` as text for people."""
-    corrected = told["superseded"]
-    lines = [
-        f"Facts added: {told['added']}; already stored: {told['duplicates']}; rows skipped: {len(told['skipped'])}."
-    ]
-    if corrected:
+    added, stored, skipped = report["added"], report["duplicates"], len(report["skipped"])
+    lines = [f"Facts added: {added}; already stored: {stored}; rows skipped: {skipped}."]
+    if corrected := report["superseded"]:
         ids = ", ".join(corrected[:_SHOWN]) + (", …" if len(corrected) > _SHOWN else "")
         lines.append(f"Corrected in the collection earlier, and left as they are: {ids}.")
-    return "\n".join([*lines, f"Now {counted(told['facts'], 'fact')}."])
+    return "\n".join([*lines, f"Now {counted(report['facts'], 'fact')}."])
 
 
 def _compile(delivery: Delivery, session: Session, store: PackStore, *, as_json: bool) -> dict[str, Any]:
@@ -433,11 +431,11 @@ def _compile_there(server: VLLMEngine, units: Sequence[Fact], unit: Unit) -> Non
     Refused texts are left out, with a warning. Raises `ModelError` if the server is away or refuses the key.
     """
 
-    def compiled(each: Fact) -> None:
+    def compiled(fact: Fact) -> None:
         try:
-            server.compile(each.text, each.namespace, "user", provenance_of(each, unit))
+            server.compile(fact.text, fact.namespace, "user", provenance_of(fact, unit))
         except PackError as error:
-            logger.warning("Fact %s is not compiled: %s", each.id, error)
+            logger.warning("Fact %s is not compiled: %s", fact.id, error)
 
     with ThreadPoolExecutor(_SERVER_THREADS) as pool:
         for _ in bar_of("Compiling", len(units), "pack", pool.map(compiled, units)):
@@ -460,15 +458,15 @@ def _vacuum(facts: ChromaFactStore, *, wanted: bool) -> str:
     return ""
 
 
-def _found_id(given: str, facts: FactStore) -> str:
-    """The id that is or begins with `given`. Raises `FactError` if none does, or several do."""
-    if any(facts.facts(ids=[given])):
-        return given
+def _full_id(prefix: str, facts: FactStore) -> str:
+    """The id that is or begins with `prefix`. Raises `FactError` if none does, or several do."""
+    if any(facts.facts(ids=[prefix])):
+        return prefix
     ids = [fact.id for fact in facts.facts()]
-    matching_ids = {full_id for full_id in ids if full_id.startswith(given)}
+    matching_ids = {full_id for full_id in ids if full_id.startswith(prefix)}
     if len(matching_ids) == 1:
         return matching_ids.pop()
     if matching_ids:
-        raise FactError(f"Got the id {given!r}; the ids of {len(matching_ids)} facts begin so. Give more characters.")
-    hint = did_you_mean(given, ids, "`kp search` shows ids.")
-    raise FactError(f"Got the id {given!r}; none of the {len(ids)} facts has it. {hint}")
+        raise FactError(f"Got the id {prefix!r}; the ids of {len(matching_ids)} facts begin so. Give more characters.")
+    hint = did_you_mean(prefix, ids, "`kp search` shows ids.")
+    raise FactError(f"Got the id {prefix!r}; none of the {len(ids)} facts has it. {hint}")

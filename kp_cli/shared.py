@@ -304,13 +304,15 @@ def print_json(data: Mapping[str, Any]) -> None:
     sys.stdout.write(re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", encoded) + "\n")
 
 
-def tell(data: Mapping[str, Any], said: RenderableType, *, as_json: bool) -> None:
-    """Print `data` as JSON, or else `said`, its form for people."""
+def tell(data: Mapping[str, Any], readable: RenderableType, *, as_json: bool) -> None:
+    """Print `data` as JSON, or else `readable`, its form for people."""
     if as_json:
         print_json(data)
     else:
         out = console()
-        out.print(fitted(said, out.width) if isinstance(said, str) else said, soft_wrap=isinstance(said, str))
+        out.print(
+            fitted(readable, out.width) if isinstance(readable, str) else readable, soft_wrap=isinstance(readable, str)
+        )
 
 
 def table_of(rows: Mapping[str, Any], title: str | None = None) -> Table:

@@ -124,9 +124,9 @@ class Desk:
     def _special(self) -> tuple[str, ...]:
         return tuple(self.tokenizer.get_added_vocab())
 
-    def refuse_special(self, said: object) -> None:
-        """Raise `HTTPError` if a text in `said` contains a special token: it would not stay text."""
-        for text in _strings(said):
+    def refuse_special(self, value: object) -> None:
+        """Raise `HTTPError` if a text in `value` contains a special token: it would not stay text."""
+        for text in _strings(value):
             if special := next((token for token in self._special if token in text), None):
                 raise HTTPError(
                     400, f"Got the text of the special token {special!r}, which would not stay text. Remove it."
@@ -155,7 +155,7 @@ class Desk:
             raise HTTPError(405, f"/v1/packs has no {method}; it has GET, POST and DELETE.")
         handle = self.handle("kp:" + name.removeprefix("kp:"), visit.access)
         if method == "GET":
-            return await visit.answer(await asyncio.to_thread(self._told, handle))
+            return await visit.answer(await asyncio.to_thread(self._described, handle))
         visit.need_write()
         with suppress(PackNotFoundError):  # Another client deleted it meanwhile.
             await asyncio.to_thread(self.store.remove, handle)
@@ -216,11 +216,11 @@ class Desk:
             )
         pack = KnowledgePack(text, pack_namespace, job.token_ids, prefix, self.identity, provenance=origin)
         handle = await asyncio.to_thread(self.store.put, pack)
-        report = await asyncio.to_thread(self._told, handle, pack.key)
+        report = await asyncio.to_thread(self._described, handle, pack.key)
         if report["compiled"]:  # E.g. by an interrupted build that now runs again.
             return report
         await self.fill(visit, pack)
-        return await asyncio.to_thread(self._told, handle, pack.key)
+        return await asyncio.to_thread(self._described, handle, pack.key)
 
     async def fill(self, visit: Visit, pack: KnowledgePack) -> None:
         """Have the server compute and store the KV of a pack that has none."""
@@ -257,7 +257,7 @@ class Desk:
                 return handle
         raise HTTPError(404, f"There is no pack {name!r}.")
 
-    def _told(self, handle: Handle, key: PackKey | None = None) -> dict[str, Any]:
+    def _described(self, handle: Handle, key: PackKey | None = None) -> dict[str, Any]:
         key = key or PackKey(self.identity)
         pack = self.store.peek(handle, key)
         if pack is None:

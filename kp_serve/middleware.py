@@ -160,8 +160,8 @@ class PackMiddleware:
         view = PackView(self.desk.store, access.namespaces, access.trusted_roles, recognise=False)
         delivered, left = list[PackRef](), dict[tuple[str, str], None]()
 
-        def text(said: str, role: str) -> str:
-            parts = view.split(said, role)
+        def resolve(text: str, role: str) -> str:
+            parts = view.split(text, role)
             delivered.extend(part for part in parts if isinstance(part, PackRef))
             names = (name for part in parts if isinstance(part, str) for name in handles_like(part))
             left.update(dict.fromkeys((name, role) for name in names))
@@ -172,9 +172,9 @@ class PackMiddleware:
             role, content = str(message.get("role")), message.get("content")
             role = _ROLES.get(role, role)
             if isinstance(content, str):
-                content = text(content, role)
+                content = resolve(content, role)
             elif isinstance(content, list):
-                content = "".join(text(item, role) for item in _texts(content))
+                content = "".join(resolve(item, role) for item in _texts(content))
             resolved.append({**message, "content": content} if "content" in message else message)
         return resolved, delivered, left
 
