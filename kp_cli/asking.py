@@ -190,10 +190,10 @@ class _Asker:
         return results
 
     def request(
-        self, question: str, found: list[Found], *, as_text: bool = False, before: list[Message] | None = None
+        self, question: str, results: list[Found], *, as_text: bool = False, before: list[Message] | None = None
     ) -> dict[str, Any]:
         """Arguments of `Session.stream`: a question with its facts, as packs or as text, behind earlier messages."""
-        parts = [result.unit.text if as_text else result.content for result in found]
+        parts = [result.unit.text if as_text else result.content for result in results]
         content = "\n".join(parts) + f"\n\n{INSTRUCTION}\nQuestion: {question}"
         messages: list[Message] = [*(before or ()), {"role": "user", "content": content}]
         view = self._store.view(*self._namespaces)
@@ -236,8 +236,8 @@ def _typed(out: Console) -> str:
         return ""
 
 
-def _name(found: Found) -> str:
-    fact = found.hit.fact
+def _name(result: Found) -> str:
+    fact = result.hit.fact
     return " · ".join(part for part in (fact.title, sourced(fact)) if part) or fact.text[:60]
 
 

@@ -62,7 +62,7 @@ def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
 
 
 def _questions(path: Path, facts: FactStore, k: int) -> list[CalibrationQuestion]:
-    found = []
+    parsed = []
     for place, row in read_json_lines(path, 0):
         if isinstance(row, SourceError):
             raise OptionError(f"{row}; {_ROW}") from row
@@ -73,5 +73,5 @@ def _questions(path: Path, facts: FactStore, k: int) -> list[CalibrationQuestion
         texts = [values.get("question"), values["answer"], values["kind"], *(passages or ())]
         if not all(isinstance(text, str) for text in texts) or isinstance(passages, str) or not values["question"]:
             raise OptionError(f"{path}, {place}: got {str(row)[:60]}; {_ROW}.")
-        found.append(CalibrationQuestion(values["question"], tuple(passages or ()), values["answer"], values["kind"]))
-    return found
+        parsed.append(CalibrationQuestion(values["question"], tuple(passages or ()), values["answer"], values["kind"]))
+    return parsed

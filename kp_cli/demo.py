@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -18,7 +17,7 @@ from rich.text import Text
 from kp_cli.shared import ModelOptions, console, spread
 
 if TYPE_CHECKING:
-    from kp_core import Generation, PackView, Session
+    from kp_core import Generation, PackStore, Session
 
 __all__ = ["demo"]
 
@@ -38,97 +37,92 @@ _NEXT = (
 @spread
 def demo(*, model: ModelOptions) -> None:
     """See in a minute what packs do: the same answer, sooner, at a prompt that does not grow, in a style of its own."""
+    from kp_core import PackStore
+
     began, out = time.perf_counter(), console()
     out.print("Knowledge Packs: text is read once, and then only named.", style="bold")
+    lines = (files("kp_cli") / "isles.jsonl").read_text(encoding="utf-8").splitlines()
+    facts = [str(json.loads(line)["text"]) for line in lines]
     with ExitStack() as stack:
         session, folder = model.load(), stack.enter_context(tempfile.TemporaryDirectory(prefix="kp-demo-"))
         stack.callback(session.close)  # Before the folder is deleted: kept KV may still be written.
-        demonstration = _Demo(out, session, Path(folder))
-        demonstration.same_and_sooner()
-        demonstration.agent()
-        demonstration.style()
+        store = PackStore(folder)
+        _show_answers(out, session, store, facts)
+        _show_agent(out, session, store, facts)
+        _show_style(out, session)
     out.print("\nWhat to try next", style="bold")
     for command, description in _NEXT:
         out.print(f"  {command:<24}{description}")
     out.print(f"\n{time.perf_counter() - began:.0f} s in all; every figure above was counted in this run.", style="dim")
 
 
-class _Demo:
-    """A model, passages of facts that questions are about, and a temporary store for their packs."""
+def _show_answers(out: Console, session: Session, store: PackStore, facts: Sequence[str]) -> None:
+    """Answer one question from passages of three sizes, as text and as packs; compare answers and seconds."""
+    passages = [next(_passages(session, facts, [tokens])) for tokens in _TOKENS]
+    out.print("Compiling three packs, once for each text ...")
+    session.generate(passages[0], max_tokens=2)  # Warm up: the first pass sets up kernels.
+    packs = [str(store.put(session.build_pack(passage))) for passage in passages]
 
-    def __init__(self, out: Console, session: Session, folder: Path) -> None:
-        from kp_core import PackStore
-
-        self._out, self._session, self._store = out, session, PackStore(folder)
-        self._view = self._store.view("default")
-        facts = (files("kp_cli") / "isles.jsonl").read_text(encoding="utf-8")
-        self._facts = [str(json.loads(line)["text"]) for line in facts.splitlines()]
-        self._sizes = [len(session.tokenizer.encode(f"{fact}\n", add_special_tokens=False)) for fact in self._facts]
-
-    def same_and_sooner(self) -> None:
-        """Answer one question from passages of three sizes, as text and as packs; compare answers and seconds."""
-        passages = {tokens: next(self._cut([tokens])) for tokens in _TOKENS}
-        self._out.print("Compiling three packs, once for each text ...")
-        self._session.generate(passages[_TOKENS[0]], max_tokens=2)  # Warm up: the first pass sets up kernels.
-        packs = {tokens: str(self._store.put(self._session.build_pack(passages[tokens]))) for tokens in _TOKENS}
-        self._out.print("Asking, with text and with packs ...")
-        answers: dict[int, tuple[Generation, Generation]] = {}
-        for tokens in _TOKENS:
-            answers[tokens] = self._answer(passages[tokens]), self._answer(packs[tokens], self._view)
-        self._heading(1, "The same answer", f"The question: {_QUESTION}")
-        text, pack = answers[_TOKENS[1]]
-        self._out.print(f"text  {text.text.strip()}", style="yellow")
-        self._out.print(f"pack  {pack.text.strip()}", style="green")
-        self._out.print(
-            f"{'The same' if text.token_ids == pack.token_ids else 'Not the same'} {len(pack.token_ids)} tokens. The "
-            f"prompt that was read has {len(text.prompt):,} tokens both times; {pack.usage.pack_tokens:,} of them came "
-            "from the pack."
-        )
-        self._heading(2, "How much sooner the first token comes", "Each pack is read from disk for its question.")
-        for text, pack in answers.values():
-            seconds, pack_seconds = text.usage.ttft_s, pack.usage.ttft_s
-            self._out.print(f"{pack.usage.pack_tokens:>6,} tokens  text {seconds:.2f} s  ", style="yellow", end="")
-            self._out.print(f"pack {pack_seconds:.2f} s  {seconds / pack_seconds:.0f} x", style="green")
-
-    def agent(self) -> None:
-        """Show the tokens that two agents send, which search again and again and keep what they computed."""
-        self._heading(3, "An agent whose prompt does not grow", "Tokens sent to the model after each of its searches:")
-        session, texts, packs = self._session, list(self._cut([_FOUND] * _SEARCHES)), list[str]()
+    def answer(knowledge: str) -> Generation:
         session.clear_cache()
-        for count, text in enumerate(texts, 1):
-            packs.append(str(self._store.put(session.build_pack(text, compiled_for="system", lazy=True))))
-            messages = [{"role": "user", "content": text} for text in (*texts[:count], _QUESTION)]
-            as_text = session.prefill(messages).usage.prompt_tokens
-            usage = session.prefill(_QUESTION, packs=packs, placement="system", view=self._view).usage
-            line = Text(f"search {count}  ").append(f"text {as_text:<7,}", "yellow")
-            self._out.print(line.append(f"packs {usage.prompt_tokens:,}", "green"))
+        prompt = f"{knowledge}\n\nIn a few words: {_QUESTION}"
+        return session.generate(prompt, view=store.view("default"), recognise=False, max_tokens=32)
 
-    def style(self) -> None:
-        """Answer one question at three strengths of a steering."""
-        from kp_core.steering import preset
+    out.print("Asking, with text and with packs ...")
+    answers = [(answer(passage), answer(pack)) for passage, pack in zip(passages, packs, strict=True)]
+    _heading(out, 1, "The same answer", f"The question: {_QUESTION}")
+    text, pack = answers[1]
+    out.print(f"text  {text.text.strip()}", style="yellow")
+    out.print(f"pack  {pack.text.strip()}", style="green")
+    out.print(
+        f"{'The same' if text.token_ids == pack.token_ids else 'Not the same'} {len(pack.token_ids)} tokens. The "
+        f"prompt that was read has {len(text.prompt):,} tokens both times; {pack.usage.pack_tokens:,} of them came "
+        "from the pack."
+    )
+    _heading(out, 2, "How much sooner the first token comes", "Each pack is read from disk for its question.")
+    for text, pack in answers:
+        seconds, pack_seconds = text.usage.ttft_s, pack.usage.ttft_s
+        out.print(f"{pack.usage.pack_tokens:>6,} tokens  text {seconds:.2f} s  ", style="yellow", end="")
+        out.print(f"pack {pack_seconds:.2f} s  {seconds / pack_seconds:.0f} x", style="green")
 
-        self._heading(4, "A style that no prompt spends a token on", f"The question: {_STYLED}")
-        self._out.print("Making a steering from pairs of sentences, formal and casual ...")
-        formal = self._session.make_steering(preset("formal"), progress=False)
-        for alpha, name in _ALPHAS.items():
-            steering = (formal, alpha) if alpha else None
-            generation = self._session.generate(_STYLED, steering=steering, max_tokens=32, stop=["."])
-            sent = f"({generation.usage.prompt_tokens} tokens sent)"
-            self._out.print(Text.assemble((f"{name:>9}  ", "bold"), f"{generation.text.strip()}  {sent}"))
 
-    def _cut(self, sizes: Sequence[int]) -> Iterator[str]:
-        """Consecutive passages of whole facts, each of about as many tokens as `sizes` says."""
-        start = 0
-        for target_size in sizes:
-            sums = itertools.accumulate(self._sizes[start:])
-            stop = start + max(1, sum(total <= target_size for total in sums))
-            yield "\n".join(self._facts[start:stop])
-            start = stop
+def _show_agent(out: Console, session: Session, store: PackStore, facts: Sequence[str]) -> None:
+    """Show the tokens that two agents send, which search again and again and keep what they computed."""
+    _heading(out, 3, "An agent whose prompt does not grow", "Tokens sent to the model after each of its searches:")
+    texts, packs = list(_passages(session, facts, [_FOUND] * _SEARCHES)), list[str]()
+    session.clear_cache()
+    for count, text in enumerate(texts, 1):
+        packs.append(str(store.put(session.build_pack(text, compiled_for="system", lazy=True))))
+        messages = [{"role": "user", "content": text} for text in (*texts[:count], _QUESTION)]
+        as_text = session.prefill(messages).usage.prompt_tokens
+        usage = session.prefill(_QUESTION, packs=packs, placement="system", view=store.view("default")).usage
+        line = Text(f"search {count}  ").append(f"text {as_text:<7,}", "yellow")
+        out.print(line.append(f"packs {usage.prompt_tokens:,}", "green"))
 
-    def _answer(self, knowledge: str, view: PackView | None = None) -> Generation:
-        """An answer from a plain text or, with a view, from a handle whose KV is on disk. Nothing is in memory."""
-        self._session.clear_cache()
-        return self._session.generate(f"{knowledge}\n\nIn a few words: {_QUESTION}", view=view, max_tokens=32)
 
-    def _heading(self, number: int, title: str, about: str) -> None:
-        self._out.print(Text.assemble((f"\n{number}. {title}", "bold"), ("  " + about, "dim")))
+def _show_style(out: Console, session: Session) -> None:
+    """Answer one question at three strengths of a steering."""
+    from kp_core.steering import preset
+
+    _heading(out, 4, "A style that no prompt spends a token on", f"The question: {_STYLED}")
+    out.print("Making a steering from pairs of sentences, formal and casual ...")
+    formal = session.make_steering(preset("formal"), progress=False)
+    for alpha, name in _ALPHAS.items():
+        steering = (formal, alpha) if alpha else None
+        generation = session.generate(_STYLED, steering=steering, max_tokens=32, stop=["."])
+        sent = f"({generation.usage.prompt_tokens} tokens sent)"
+        out.print(Text.assemble((f"{name:>9}  ", "bold"), f"{generation.text.strip()}  {sent}"))
+
+
+def _passages(session: Session, facts: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
+    """Consecutive passages of whole facts, each of about as many tokens as `sizes` says."""
+    counts = [len(session.tokenizer.encode(f"{fact}\n", add_special_tokens=False)) for fact in facts]
+    start = 0
+    for target_size in sizes:
+        stop = start + max(1, sum(total <= target_size for total in itertools.accumulate(counts[start:])))
+        yield "\n".join(facts[start:stop])
+        start = stop
+
+
+def _heading(out: Console, number: int, title: str, about: str) -> None:
+    out.print(Text.assemble((f"\n{number}. {title}", "bold"), ("  " + about, "dim")))

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from kp_cli.resident import COMMANDS, GIVEN, connected, run_folder, whose
+from kp_cli.resident import COMMANDS, GIVEN, connected, run_folder, setup
 from kp_cli.shared import RESIDENT, ModelOptions, OtherModelError, spread
 from kp_cli.signs import waiting
 from kp_core.errors import ModelChangedError, ModelError
@@ -68,19 +68,22 @@ def up(
             RESIDENT.clear()
             session.close()
         return
-    given = {"--model": model.model, "--engine": model.engine, "--dtype": model.dtype, "--idle": idle}
-    options = [part for name, value in given.items() if value is not None for part in (name, value)]
+    passed = {"--model": model.model, "--engine": model.engine, "--dtype": model.dtype, "--idle": idle}
+    options = [part for name, value in passed.items() if value is not None for part in (name, value)]
     log = folder / "log"
     with log.open("wb") as file, waiting("Loading the model"):
         command = [sys.executable, "-m", "kp_cli", "up", "--here", *options]
         process = subprocess.Popen(  # noqa: S603 - our own
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=GIVEN, start_new_session=True
         )
-        while not _is_up():
+        is_up = False
+        while not is_up:
             if process.poll() is not None:
                 lines = log.read_text(errors="replace").splitlines() or ["it said nothing"]
                 raise ModelError(f"The resident engine did not start: {lines[-1].removeprefix('kp: ')}")
             time.sleep(0.1)
+            with connected() as connection:
+                is_up = connection is not None
     typer.echo(f"The model stays loaded, until `kp down` or {idle} without a command.")
 
 
@@ -94,11 +97,6 @@ def down() -> None:
         with waiting("Waiting for the command that it runs"):
             connection.recv(1)
     typer.echo("The resident engine has ended.")
-
-
-def _is_up() -> bool:
-    with connected() as connection:
-        return connection is not None
 
 
 def _serve(idle_s: float) -> None:
@@ -145,10 +143,10 @@ def _answer(connection: socket.socket) -> bool:
             request = json.loads(line)
             if "down" in request:
                 return False
-            request = {name: request[name] for name in ("arguments", "folder", "whose")}
+            request = {name: request[name] for name in ("arguments", "folder", "setup")}
         except (ValueError, TypeError, KeyError):  # Not a client of ours.
             return True
-        if different := [name for name, value in whose().items() if request["whose"].get(name) != value]:
+        if different := [name for name, value in setup().items() if request["setup"].get(name) != value]:
             out.send({"refused": f"it has another {', '.join(different)}; `kp down` ends it"})
             return True
         try:

@@ -113,54 +113,6 @@ class SourceOptions:
         return itertools.chain(facts, rows)
 
 
-@dataclass(frozen=True)
-class CompileOptions(ModelOptions):
-    """Options for compiling packs."""
-
-    compile: Annotated[
-        bool, typer.Option("--compile", help="Compile packs of all facts now, not when a search first finds them.")
-    ] = False
-    unit: _Unit = "fact"
-    kv: Annotated[KV, typer.Option(help="Whether --compile stores KV, or text alone.")] = "stored"
-    compress: Annotated[
-        Compression | None,
-        typer.Option(
-            help="How KV is stored: none as it is, lossless changes no bit, int8 rounds and needs "
-            "`--mismatch accept`. Default: none; a server stores it as its `kp serve --compress` says."
-        ),
-    ] = None
-
-    def run(self, facts: FactStore, store: PackStore, session: Session, *, as_json: bool) -> dict[str, Any]:
-        """Print the cost, compile, and return the cost as JSON. An interrupted run continues where it stopped."""
-        engine, is_lazy = session.engine, self.kv == "lazy"
-        if isinstance(engine, VLLMEngine) and self.compress is not None:
-            raise typer.BadParameter(f"Got --compress {self.compress}, but `kp serve --compress` decides for a server.")
-        server = engine if isinstance(engine, VLLMEngine) and not is_lazy else None
-        compress = self.compress or "none"
-        delivery = Delivery(facts, session, store, unit=self.unit, kv=self.kv, compress=compress)
-        units = delivery.all_units()
-        compiled, _ = find_compiled(units, session, store, lazy=is_lazy, accept=compress == "int8")
-        missing = [unit.text for unit in units if (unit.namespace, unit.text) not in compiled]
-        cost, stored = compile_cost(missing, session, lazy=is_lazy, compress=compress), len(units) - len(missing)
-        plan: dict[str, Any] = {"packs": cost.packs, "tokens": cost.tokens, "stored": stored, "compress": compress}
-        if server is None:
-            plan |= {"bytes": cost.nbytes, "minutes": cost.seconds / 60}
-            kind = "" if compress == "none" else f" ({compress})"
-            price = f", {cost.nbytes / 1e6:,.1f} MB on disk{kind}, about {cost.seconds / 60:.1f} minutes"
-        else:  # Only the server knows bytes and time.
-            plan["server"], price = server.base_url, f", by {server.base_url}"
-        about = f"To compile: {cost.packs:,} packs of {cost.tokens:,} tokens{price}; compiled already: {stored:,}."
-        typer.echo(about, err=as_json)
-        if server is None and cost.nbytes > MUCH_BYTES:
-            gigabytes = f"{cost.nbytes / 1e9:.1f} GB"
-            typer.echo(f"That is {gigabytes}; `--kv lazy` stores text alone, and computes KV on use.", err=True)
-        handles = delivery.compile(units)
-        if server is not None:
-            compiled_units = [unit for unit, handle in zip(units, handles, strict=True) if handle]
-            _compile_there(server, compiled_units, self.unit)
-        return plan
-
-
 @spread
 def build(  # noqa: PLR0913 - one parameter per option or group of options
     place: Place,
@@ -180,7 +132,19 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
     ] = None,
     source: SourceOptions,
     options: PlaceOptions,
-    compiling: CompileOptions,
+    model: ModelOptions,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile packs of all facts now, not when a search first finds them.")
+    ] = False,
+    unit: _Unit = "fact",
+    kv: Annotated[KV, typer.Option(help="Whether --compile stores KV, or text alone.")] = "stored",
+    compress: Annotated[
+        Compression | None,
+        typer.Option(
+            help="How KV is stored: none as it is, lossless changes no bit, int8 rounds and needs "
+            "`--mismatch accept`. Default: none; a server stores it as its `kp serve --compress` says."
+        ),
+    ] = None,
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
@@ -188,14 +152,16 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
 
     Facts are stored as they are read. Facts that are already stored are not embedded again.
     """
-    if not files and source.dataset is None and not (is_collection(place) and (compiling.compile or bank_size)):
+    if not files and source.dataset is None and not (is_collection(place) and (compiled or bank_size)):
         if Path(place).exists() and not is_collection(place):
             raise typer.BadParameter(f"Got no name. `kp build NAME {place}` makes one of {place}.")
         raise typer.BadParameter("Got neither files nor --dataset; give at least one.")
     skipped: list[SourceError] = []
     facts = source.facts(files or [], skipped)
     # A missing model must fail before hours of embedding.
-    session = compiling.load() if compiling.compile else None
+    session = model.load() if compiled else None
+    if session is not None and isinstance(session.engine, VLLMEngine) and compress is not None:
+        raise typer.BadParameter(f"Got --compress {compress}, but `kp serve --compress` decides for a server.")
     with open_collection(place, options, new=True, wait=wait, bank_size=bank_size) as collection:
         report = _ingest(collection, facts, files, source.ttl, skipped)
         if bank_size:
@@ -204,7 +170,8 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
             tell(report, _ingested(report), as_json=False)
         if session is not None:
             store = PackStore(options.folder(place, collection))
-            report["plan"] = compiling.run(collection, store, session, as_json=as_json)
+            delivery = Delivery(collection, session, store, unit=unit, kv=kv, compress=compress or "none")
+            report["plan"] = _compile(delivery, session, store, as_json=as_json)
     if as_json:
         print_json(report)
 
@@ -270,7 +237,7 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
         new_handle = store.put(pack)
     else:
         with open_collection(place, options, wait=wait) as collection:
-            fact = collection.get(_found_id(name, collection))
+            fact = collection.get(_full_id(name, collection))
             session, store = model.load(), PackStore(options.folder(place, collection))
             delivery = Delivery(collection, session, store, kv="stored", namespace=fact.namespace)
             with waiting("Compiling"):
@@ -303,7 +270,7 @@ def remove(  # noqa: PLR0913 - one parameter per option
     if not ids and not tests:
         raise typer.BadParameter("Got neither ids nor --where nor --source; give one.")
     with open_collection(place, options, wait=wait) as collection:
-        full_ids = [_found_id(prefix, collection) for prefix in ids] if ids else None
+        full_ids = [_full_id(prefix, collection) for prefix in ids] if ids else None
         matching = list(collection.facts(ids=full_ids, where={"$and": tests} if tests else None, namespace=namespace))
         report: dict[str, Any] = {"removed": [fact.id for fact in matching], "dry_run": dry_run}
         message = f"Facts that would be removed: {len(matching)}."
@@ -422,16 +389,40 @@ def _ingest(
     return {**asdict(added), "skipped": [str(error) for error in skipped], "facts": len(collection)}
 
 
-def _ingested(told: Mapping[str, Any]) -> str:
+def _ingested(report: Mapping[str, Any]) -> str:
     """The result of `_ingest` as text for people."""
-    corrected = told["superseded"]
-    lines = [
-        f"Facts added: {told['added']}; already stored: {told['duplicates']}; rows skipped: {len(told['skipped'])}."
-    ]
-    if corrected:
+    added, stored, skipped = report["added"], report["duplicates"], len(report["skipped"])
+    lines = [f"Facts added: {added}; already stored: {stored}; rows skipped: {skipped}."]
+    if corrected := report["superseded"]:
         ids = ", ".join(corrected[:_SHOWN]) + (", …" if len(corrected) > _SHOWN else "")
         lines.append(f"Corrected in the collection earlier, and left as they are: {ids}.")
-    return "\n".join([*lines, f"Now {counted(told['facts'], 'fact')}."])
+    return "\n".join([*lines, f"Now {counted(report['facts'], 'fact')}."])
+
+
+def _compile(delivery: Delivery, session: Session, store: PackStore, *, as_json: bool) -> dict[str, Any]:
+    """Print the cost, compile, and return the cost as JSON. An interrupted run continues where it stopped."""
+    units, is_lazy, compress = delivery.all_units(), delivery.kv == "lazy", delivery.compress
+    server = session.engine if isinstance(session.engine, VLLMEngine) and not is_lazy else None
+    compiled, _ = find_compiled(units, session, store, lazy=is_lazy, accept=compress == "int8")
+    missing = [unit.text for unit in units if (unit.namespace, unit.text) not in compiled]
+    cost, stored = compile_cost(missing, session, lazy=is_lazy, compress=compress), len(units) - len(missing)
+    plan: dict[str, Any] = {"packs": cost.packs, "tokens": cost.tokens, "stored": stored, "compress": compress}
+    if server is None:
+        plan |= {"bytes": cost.nbytes, "minutes": cost.seconds / 60}
+        kind = "" if compress == "none" else f" ({compress})"
+        price = f", {cost.nbytes / 1e6:,.1f} MB on disk{kind}, about {cost.seconds / 60:.1f} minutes"
+    else:  # Only the server knows bytes and time.
+        plan["server"], price = server.base_url, f", by {server.base_url}"
+    about = f"To compile: {cost.packs:,} packs of {cost.tokens:,} tokens{price}; compiled already: {stored:,}."
+    typer.echo(about, err=as_json)
+    if server is None and cost.nbytes > MUCH_BYTES:
+        gigabytes = f"{cost.nbytes / 1e9:.1f} GB"
+        typer.echo(f"That is {gigabytes}; `--kv lazy` stores text alone, and computes KV on use.", err=True)
+    handles = delivery.compile(units)
+    if server is not None:
+        compiled_units = [unit for unit, handle in zip(units, handles, strict=True) if handle]
+        _compile_there(server, compiled_units, delivery.unit)
+    return plan
 
 
 def _compile_there(server: VLLMEngine, units: Sequence[Fact], unit: Unit) -> None:
@@ -440,11 +431,11 @@ def _compile_there(server: VLLMEngine, units: Sequence[Fact], unit: Unit) -> Non
     Refused texts are left out, with a warning. Raises `ModelError` if the server is away or refuses the key.
     """
 
-    def compiled(each: Fact) -> None:
+    def compiled(fact: Fact) -> None:
         try:
-            server.compile(each.text, each.namespace, "user", provenance_of(each, unit))
+            server.compile(fact.text, fact.namespace, "user", provenance_of(fact, unit))
         except PackError as error:
-            logger.warning("Fact %s is not compiled: %s", each.id, error)
+            logger.warning("Fact %s is not compiled: %s", fact.id, error)
 
     with ThreadPoolExecutor(_SERVER_THREADS) as pool:
         for _ in bar_of("Compiling", len(units), "pack", pool.map(compiled, units)):
@@ -467,15 +458,15 @@ def _vacuum(facts: ChromaFactStore, *, wanted: bool) -> str:
     return ""
 
 
-def _found_id(given: str, facts: FactStore) -> str:
-    """The id that is or begins with `given`. Raises `FactError` if none does, or several do."""
-    if any(facts.facts(ids=[given])):
-        return given
+def _full_id(prefix: str, facts: FactStore) -> str:
+    """The id that is or begins with `prefix`. Raises `FactError` if none does, or several do."""
+    if any(facts.facts(ids=[prefix])):
+        return prefix
     ids = [fact.id for fact in facts.facts()]
-    matching_ids = {full_id for full_id in ids if full_id.startswith(given)}
+    matching_ids = {full_id for full_id in ids if full_id.startswith(prefix)}
     if len(matching_ids) == 1:
         return matching_ids.pop()
     if matching_ids:
-        raise FactError(f"Got the id {given!r}; the ids of {len(matching_ids)} facts begin so. Give more characters.")
-    hint = did_you_mean(given, ids, "`kp search` shows ids.")
-    raise FactError(f"Got the id {given!r}; none of the {len(ids)} facts has it. {hint}")
+        raise FactError(f"Got the id {prefix!r}; the ids of {len(matching_ids)} facts begin so. Give more characters.")
+    hint = did_you_mean(prefix, ids, "`kp search` shows ids.")
+    raise FactError(f"Got the id {prefix!r}; none of the {len(ids)} facts has it. {hint}")

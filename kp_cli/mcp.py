@@ -49,15 +49,15 @@ def mcp(
     The model loads when a tool is first called.
     """
     with open_collection(place, options, new=create, hint="--create makes one.") as facts:
-        lock, made = threading.Lock(), list[Delivery]()
+        lock, deliveries = threading.Lock(), list[Delivery]()
 
         def delivery() -> Delivery:
             with lock:
-                if not made:
+                if not deliveries:
                     session, store = model.load(), PackStore(options.folder(place, facts))
                     settings: dict[str, Any] = {"kv": "stored", "compiled_for": "system", "namespace": namespace}
-                    made.append(Delivery(facts, session, store, **settings))
-            return made[0]
+                    deliveries.append(Delivery(facts, session, store, **settings))
+            return deliveries[0]
 
         memory_server(facts, delivery, namespace).run("stdio")
 
@@ -78,11 +78,11 @@ def memory_server(facts: FactStore, delivery: Callable[[], Delivery], namespace:
 
     server = MCPServer("knowledge-packs", instructions=_ABOUT, log_level="WARNING")
 
-    def told(tool: Callable[..., Any]) -> Callable[..., Any]:
+    def with_tool_errors(tool: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(tool)
-        def call(*given: Any, **named: Any) -> Any:  # noqa: ANN401 - those of the tool
+        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - those of the tool
             try:
-                return tool(*given, **named)
+                return tool(*args, **kwargs)
             except KnowledgePackError as error:
                 raise ToolError(str(error)) from error
 
@@ -94,14 +94,14 @@ def memory_server(facts: FactStore, delivery: Callable[[], Delivery], namespace:
         return CallToolResult(content=[TextContent(type="text", text=text)], _meta=metadata)
 
     @server.tool(annotations=ToolAnnotations(read_only_hint=True), structured_output=False)
-    @told
+    @with_tool_errors
     def search(question: str, k: int = 4) -> Any:  # noqa: ANN401 - MCP reads these types, and knows no local ones
         """Search the memory for what is known about a question."""
         first_fact = next(iter(facts.facts(namespace=namespace)), None)
         return result([] if first_fact is None else delivery().search(question, min(k, _MOST)))
 
     @server.tool(annotations=ToolAnnotations(destructive_hint=False, idempotent_hint=True), structured_output=False)
-    @told
+    @with_tool_errors
     def remember(text: str) -> Any:  # noqa: ANN401 - as `search`
         """Keep a text for later conversations; what is known already is not kept twice."""
         fact, packs = Fact(text, source="remembered", namespace=namespace), delivery()

@@ -20,7 +20,7 @@ from pathlib import Path
 from kp_cli.signs import waiting
 from kp_core.bundled import cache_directory
 
-__all__ = ["COMMANDS", "GIVEN", "connected", "run_folder", "run_there", "whose"]
+__all__ = ["COMMANDS", "GIVEN", "connected", "run_folder", "run_there", "setup"]
 
 COMMANDS = frozenset({"ask", "edit", "search", "size", "verify"})
 """What the resident engine runs: commands that need neither a terminal nor standard input."""
@@ -39,7 +39,7 @@ def run_there(arguments: list[str]) -> int | None:
         if connection is None:
             return None
         lines = stack.enter_context(connection.makefile("r", encoding="utf-8"))
-        request = {"arguments": arguments, "folder": str(Path.cwd()), "whose": whose()}
+        request = {"arguments": arguments, "folder": str(Path.cwd()), "setup": setup()}
         # An engine that ends at this moment gives no line.
         with suppress(OSError):
             connection.sendall(json.dumps(request).encode() + b"\n")
@@ -64,8 +64,8 @@ def run_there(arguments: list[str]) -> int | None:
     return 1
 
 
-def whose() -> dict[str, str]:
-    """What must be the same here and there for a command to do the same."""
+def setup() -> dict[str, str]:
+    """Release, Python and environment: a command does the same in an engine whose setup is the same."""
     try:
         release = version("knowledge-packs")
     except PackageNotFoundError:

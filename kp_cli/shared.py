@@ -35,41 +35,6 @@ from kp_core.packs.handle import Handle, check_namespace
 if TYPE_CHECKING:
     from kp_core import Session
 
-__all__ = [
-    "ERRORS",
-    "RESIDENT",
-    "JsonFlag",
-    "MaybeNamespace",
-    "ModelOptions",
-    "OtherModelError",
-    "Place",
-    "PlaceOptions",
-    "ReadOptions",
-    "SearchOptions",
-    "TargetPath",
-    "Where",
-    "about_hit",
-    "checked_namespace",
-    "console",
-    "counted",
-    "did_you_mean",
-    "existing",
-    "filter_of",
-    "fitted",
-    "is_collection",
-    "is_store",
-    "located",
-    "message_of",
-    "open_collection",
-    "plain",
-    "print_json",
-    "siblings",
-    "sourced",
-    "spread",
-    "table_of",
-    "tell",
-]
-
 _SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _SIGNS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
@@ -339,13 +304,15 @@ def print_json(data: Mapping[str, Any]) -> None:
     sys.stdout.write(re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", encoded) + "\n")
 
 
-def tell(data: Mapping[str, Any], said: RenderableType, *, as_json: bool) -> None:
-    """Print `data` as JSON, or else `said`, its form for people."""
+def tell(data: Mapping[str, Any], readable: RenderableType, *, as_json: bool) -> None:
+    """Print `data` as JSON, or else `readable`, its form for people."""
     if as_json:
         print_json(data)
     else:
         out = console()
-        out.print(fitted(said, out.width) if isinstance(said, str) else said, soft_wrap=isinstance(said, str))
+        out.print(
+            fitted(readable, out.width) if isinstance(readable, str) else readable, soft_wrap=isinstance(readable, str)
+        )
 
 
 def table_of(rows: Mapping[str, Any], title: str | None = None) -> Table:

@@ -15,7 +15,7 @@ from kp_core.errors import ModelError
 from kp_core.packs.handle import check_namespace
 from kp_core.packs.view import TRUSTED_ROLES
 
-__all__ = ["Access", "Keys", "add_key"]
+__all__ = ["Access", "access_of", "add_key", "read_keys"]
 
 
 @dataclass(frozen=True)
@@ -36,34 +36,32 @@ class Access:
             raise ModelError(f"Got the trusted roles {sorted(unknown)}; expected some of {sorted(TRUSTED_ROLES)}.")
 
 
-class Keys:
-    """The keys of a server. With `everybody`, no key is needed and all clients have this access.
+def read_keys(path: str | os.PathLike[str]) -> dict[str, Access]:
+    """The keys in a file: JSON, a map from the SHA-256 of each key (hexadecimal) to the fields of its `Access`.
 
-    The file is JSON: a map from the SHA-256 of each key (hexadecimal) to the fields of its `Access`. A plain hash is
-    safe, as keys are long and random. Raises `ModelError` for a file of another form.
+    A plain hash is safe, as keys are long and random. Raises `ModelError` for a file of another form.
     """
+    try:
+        return {str(digest): Access(**fields) for digest, fields in json.loads(Path(path).read_bytes()).items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{path} is no file of keys ({error}). Make one with `kp key {path} --namespace NAME`."
+        ) from error
 
-    def __init__(self, path: str | os.PathLike[str] | None, everybody: Access | None = None) -> None:
-        self._everybody = everybody
-        self._found: Mapping[str, Access] = {} if path is None else _read(Path(path))
 
-    def access(self, key: str | None) -> Access | None:
-        """The rights of `key`, or `None` for an unknown key."""
-        if self._everybody is not None:
-            return self._everybody
-        digest = _hash(key or "")
-        # Compare with all keys, so that the duration does not reveal which one matched.
-        matches = [
-            access for stored_digest, access in self._found.items() if hmac.compare_digest(stored_digest, digest)
-        ]
-        return matches[0] if key and matches else None
+def access_of(keys: Mapping[str, Access], key: str | None) -> Access | None:
+    """The rights of `key` among those of `read_keys`; `None` for an unknown key."""
+    digest = _hash(key or "")
+    # Compare with all keys, so that the duration does not reveal which one matched.
+    matches = [access for stored_digest, access in keys.items() if hmac.compare_digest(stored_digest, digest)]
+    return matches[0] if key and matches else None
 
 
 def add_key(path: str | os.PathLike[str], namespaces: Iterable[str], *, write: bool = False) -> str:
-    """Add a new key for these namespaces to the file of `Keys`, and return it. The file stores only its hash."""
+    """Add a new key for these namespaces to a file, and return it. The file stores only its hash."""
     file, key = Path(path), "kp-" + secrets.token_urlsafe(32)
-    keys = _read(file) if file.exists() else {}
-    keys = {**keys, _hash(key): Access(tuple(namespaces), write=write)}
+    keys = read_keys(file) if file.exists() else {}
+    keys[_hash(key)] = Access(tuple(namespaces), write=write)
     data = json.dumps({digest: asdict(access) for digest, access in keys.items()}, indent=2) + "\n"
     file.parent.mkdir(parents=True, exist_ok=True)
     staged = file.with_name(file.name + ".new")
@@ -71,15 +69,6 @@ def add_key(path: str | os.PathLike[str], namespaces: Iterable[str], *, write: b
         out.write(data)
     staged.replace(file)
     return key
-
-
-def _read(path: Path) -> dict[str, Access]:
-    try:
-        return {str(digest): Access(**fields) for digest, fields in json.loads(path.read_bytes()).items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"{path} is no file of keys ({error}). Make one with `kp key {path} --namespace NAME`."
-        ) from error
 
 
 def _hash(key: str) -> str:

@@ -14,7 +14,7 @@ from kp_serve.wire import Send
 
 __all__ = ["Answer"]
 
-_SAID = {"text", "content", "reasoning", "reasoning_content", "refusal", "arguments"}
+_TEXTS = {"text", "content", "reasoning", "reasoning_content", "refusal", "arguments"}
 _PARTS = {"message", "delta", "function", "function_call"}
 _END = b"\n\n"
 
@@ -71,7 +71,7 @@ class Answer:
         except ValueError:
             return data
         for choice in _choices(response):
-            for part, name, _ in list(_said(choice)):
+            for part, name, _ in list(_texts(choice)):
                 part[name] = strip_handles(part[name])
         return self._counted(response)
 
@@ -83,7 +83,7 @@ class Answer:
             return event
         for choice in _choices(chunk):
             index = choice.get("index")
-            for part, name, path in list(_said(choice)):
+            for part, name, path in list(_texts(choice)):
                 part[name] = self._texts[index, *path].push(part[name])
             if choice.get("finish_reason") is not None:
                 self._end(choice, index)
@@ -99,31 +99,31 @@ class Answer:
                 part = _below(part, step)
             part[path[-1]] = (part.get(path[-1]) or "") + text_left
 
-    def _counted(self, found: Any) -> bytes:  # noqa: ANN401 - any JSON
-        usage = found.get("usage") if isinstance(found, dict) else None
+    def _counted(self, response: Any) -> bytes:  # noqa: ANN401 - any JSON
+        usage = response.get("usage") if isinstance(response, dict) else None
         if isinstance(usage, dict) and self._delivered is not None:
             prompt = usage.get("prompt_tokens", 0)
             reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             split = {"prompt_tokens": max(prompt - self._delivered["pack_tokens"], 0), **self._delivered}
             usage["knowledge_packs"] = {**split, "reused_tokens": reused, "computed_tokens": prompt - reused}
-        return json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")
+        return json.dumps(response, ensure_ascii=False).encode("utf-8", "replace")
 
 
-def _choices(found: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - any JSON
-    choices = found.get("choices") if isinstance(found, dict) else None
+def _choices(response: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - any JSON
+    choices = response.get("choices") if isinstance(response, dict) else None
     return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
 
 
-def _said(part: dict[str, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[dict[str, Any], str, tuple[Any, ...]]]:
+def _texts(part: dict[str, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[dict[str, Any], str, tuple[Any, ...]]]:
     """Each text of the model in a choice: the mapping that holds it, its field, and its path."""
     for name, value in part.items():
-        if name in _SAID and isinstance(value, str):
+        if name in _TEXTS and isinstance(value, str):
             yield part, name, (*path, name)
         elif name in _PARTS and isinstance(value, dict):
-            yield from _said(value, (*path, name))
+            yield from _texts(value, (*path, name))
         elif name == "tool_calls" and isinstance(value, list):
             for at, call in enumerate(value):
-                yield from _said(call, (*path, call.get("index", at)))
+                yield from _texts(call, (*path, call.get("index", at)))
 
 
 def _below(part: dict[str, Any], step: str | int) -> dict[str, Any]:

@@ -18,10 +18,23 @@ from kp_core.packs.handle import find_handles
 from kp_core.plan import Plan, Region
 from kp_core.steering import Steering, steering_bytes, steering_of
 
-__all__ = ["COMPUTED", "Moved", "Placed", "asked", "blocks_as_json", "blocks_of", "digest_of", "moved_packs", "steered"]
+__all__ = [
+    "COMPUTED",
+    "FIRST_PACK",
+    "Moved",
+    "Placed",
+    "asked",
+    "blocks_as_json",
+    "blocks_of",
+    "digest_of",
+    "moved_packs",
+    "steered",
+]
 
 COMPUTED = "kp-computed-tokens"
 """Response header: the number of tokens computed before the prompt could be steered or its packs moved."""
+FIRST_PACK = "kp-pack"
+"""Request header: the first pack in a prompt of token ids. A load balancer may route by it."""
 
 Moved: TypeAlias = tuple[tuple[int, int, str], ...]
 """Moved packs, in order: start, stop and handle of each."""
@@ -48,9 +61,9 @@ def asked(plan: Plan) -> dict[str, Any] | None:
     return {"moved": moves, "packs": packs, **wrapper}
 
 
-def steered(said: object, token_ids: object, model: ModelFingerprint) -> tuple[list[Region], Placed]:
+def steered(field: object, token_ids: object, model: ModelFingerprint) -> tuple[list[Region], Placed]:
     """Read the steered blocks, and the packs in the prompt. Raises `PromptError` and `SteeringError`."""
-    ids, fields = _checked(said, token_ids, {"blocks", "steerings", "packs"})
+    ids, fields = _checked(field, token_ids, {"blocks", "steerings", "packs"})
     with _refused():
         blocks, packs = blocks_of(fields), _packs(fields)
     parts = [(part, part.steering) for block in blocks for part in block.parts if part.steering]
@@ -71,9 +84,9 @@ def steered(said: object, token_ids: object, model: ModelFingerprint) -> tuple[l
     return blocks, packs
 
 
-def moved_packs(said: object, token_ids: object) -> tuple[Moved, Placed]:
+def moved_packs(field: object, token_ids: object) -> tuple[Moved, Placed]:
     """Read the moved packs, and all packs in the prompt. Raises `PromptError`."""
-    ids, fields = _checked(said, token_ids, {"moved", "packs", "wrapper"})
+    ids, fields = _checked(field, token_ids, {"moved", "packs", "wrapper"})
     with _refused():
         spans = tuple((int(start), int(stop), str(handle)) for start, stop, handle in fields["moved"])
         packs = _packs(fields)
@@ -99,11 +112,11 @@ def blocks_as_json(blocks: Iterable[Region]) -> dict[str, Any]:
     }
 
 
-def blocks_of(said: Mapping[str, Any]) -> list[Region]:
+def blocks_of(fields: Mapping[str, Any]) -> list[Region]:
     """Read the output of `blocks_as_json`. Other input raises `SteeringError`, or `KeyError` and the like."""
-    steerings = {name: _steering(data) for name, data in said["steerings"].items()}
+    steerings = {name: _steering(data) for name, data in fields["steerings"].items()}
     blocks = []
-    for start, stop, parts in said["blocks"]:
+    for start, stop, parts in fields["blocks"]:
         parts_inside = [Region(int(at), int(end), "steered", steering=steerings[name]) for at, end, name in parts]
         blocks.append(Region(int(start), int(stop), "steered", parts=tuple(parts_inside)))
     return blocks
@@ -114,12 +127,12 @@ def digest_of(token_ids: Sequence[int]) -> str:
     return blake2b(json.dumps(list(token_ids)).encode(), digest_size=16).hexdigest()
 
 
-def _checked(said: object, token_ids: object, fields: set[str]) -> tuple[list[int], Mapping[str, Any]]:
+def _checked(field: object, token_ids: object, fields: set[str]) -> tuple[list[int], Mapping[str, Any]]:
     if not isinstance(token_ids, list) or not all(type(token) is int and token >= 0 for token in token_ids):
         raise PromptError("Got 'kp' with a prompt that is not one list of token ids; what it names is placed by them.")
-    if not isinstance(said, Mapping) or set(said) - fields:
+    if not isinstance(field, Mapping) or set(field) - fields:
         raise PromptError(f"Expected 'kp' with the fields {sorted(fields)}, as `VLLMEngine` sends it.")
-    return token_ids, said
+    return token_ids, field
 
 
 @contextmanager
@@ -130,8 +143,8 @@ def _refused() -> Iterator[None]:
         raise PromptError(f"Got 'kp' that cannot be read ({type(error).__name__}: {error}).") from error
 
 
-def _packs(said: Mapping[str, Any]) -> Placed:
-    return tuple((str(handle), int(start)) for handle, start in said.get("packs", ()))
+def _packs(fields: Mapping[str, Any]) -> Placed:
+    return tuple((str(handle), int(start)) for handle, start in fields.get("packs", ()))
 
 
 def _are_ordered(places: Sequence[tuple[int, int]], ids: Sequence[int], most: int) -> bool:

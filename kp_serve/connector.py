@@ -1,6 +1,6 @@
 """KV connector of vLLM: loads packs from a store into the paged cache, and stores KV that vLLM computed for packs.
 
-`--kv-transfer-config` names it (see `serving.arguments`). A request loads and saves only what its signed parameters
+`--kv-transfer-config` names it, as `kp serve` does. A request loads and saves only what its signed parameters
 grant (`rights`); without them it is served as if there were no store. vLLM's own prefix cache comes first.
 """
 

@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,30 +20,44 @@ from torch import Tensor
 from kp_core.errors import HandleError, PackNotFoundError
 from kp_core.facts import FactStore
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.handle import Handle
+from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.store import PackStore
 from kp_core.prompt.template import ChatTemplate
-from kp_serve.access import Access, Keys
-from kp_serve.counts import Counts, HotPacks
+from kp_serve.access import Access, access_of, read_keys
 from kp_serve.rights import Rights, salt_of, server_key
 from kp_serve.stored import is_compiled
-from kp_serve.wire import HTTPError, Visit
+from kp_serve.wire import HTTPError, Visit, call_raw
 
 __all__ = ["VARIABLE", "Desk", "refuse_unknown"]
 
 VARIABLE = "KP_SERVE"
 """Environment variable with which `kp serve` passes its settings, as JSON, to the middleware."""
 
+_HOT = 4096
+_COUNTERS = {
+    "packs_delivered": "Packs that handles in chat messages brought",
+    "pack_tokens": "Tokens of these packs",
+    "handles_left": "Handles in chat messages that brought nothing",
+    "packs_compiled": "Texts that were compiled",
+    "facts_added": "Facts that were stored",
+    "fact_searches": "Searches for facts",
+    "requests_refused": "Requests that were answered with an error of ours",
+}
+
 
 @dataclass(frozen=True)
 class Desk:
-    """The state of one server: its pack store, model, keys, fact store if it has one, and counters."""
+    """The state of one server: its pack store, model, keys, fact store if it has one, and counters.
+
+    Counters and hot packs change in the event loop's thread alone.
+    """
 
     store: PackStore
     model: str
     identity: ModelFingerprint
-    keys: Keys
+    keys: Mapping[str, Access] | Access
+    """The rights of each key by its hash, or those of everybody, where no key is needed."""
     key: bytes
     facts: FactStore | None = None
     immovable: str = ""
@@ -51,14 +66,15 @@ class Desk:
     """Whether the server wraps packs in soft tokens."""
     unresolved: Literal["error", "text"] = "error"
     """What a handle in a chat message becomes that brings no pack."""
-    counts: Counts = field(default_factory=Counts)
-    hot: HotPacks = field(default_factory=HotPacks)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Counters of `_COUNTERS` since this process started, over all tenants, as every key may read them."""
+    hot: dict[Handle, None] = field(default_factory=dict)
+    """The packs that this server used last, latest last. Their KV is in vLLM's cache until vLLM evicts it."""
 
     @classmethod
     def of_environment(cls) -> Desk:
         """Build it from the settings in `VARIABLE`."""
         settings = json.loads(os.environ[VARIABLE])
-        everybody = None if settings["keys"] else Access(tuple(settings["namespaces"]), write=True)
         identity = ModelFingerprint.from_dict(settings["identity"])
         facts = None
         if settings["facts"] is not None:
@@ -67,7 +83,8 @@ class Desk:
             facts = ChromaFactStore(settings["facts"])
         key = server_key()
         store = PackStore(settings["store"], seal=key if settings["sealed"] else None)
-        keys = Keys(settings["keys"], everybody)
+        everybody = Access(tuple(settings["namespaces"]), write=True)
+        keys = read_keys(settings["keys"]) if settings["keys"] else everybody
         options = {name: settings[name] for name in ("immovable", "packets", "unresolved")}
         return cls(store, settings["model"], identity, keys, key, facts, **options)
 
@@ -90,13 +107,26 @@ class Desk:
         """The model's chat template."""
         return ChatTemplate(self.tokenizer)
 
+    def access(self, key: str | None) -> Access | None:
+        """The rights of a client that sends `key`; `None` for an unknown key."""
+        return self.keys if isinstance(self.keys, Access) else access_of(self.keys, key)
+
+    def note_used(self, named: str, namespaces: Collection[str]) -> None:
+        """Mark the handles in `named` of these namespaces as just used."""
+        for _, _, handle in find_handles(named):
+            if handle.namespace in namespaces:
+                self.hot.pop(handle, None)
+                self.hot[handle] = None
+        while len(self.hot) > _HOT:
+            del self.hot[next(iter(self.hot))]
+
     @cached_property
     def _special(self) -> tuple[str, ...]:
         return tuple(self.tokenizer.get_added_vocab())
 
-    def refuse_special(self, said: object) -> None:
-        """Raise `HTTPError` if a text in `said` contains a special token: it would not stay text."""
-        for text in _strings(said):
+    def refuse_special(self, value: object) -> None:
+        """Raise `HTTPError` if a text in `value` contains a special token: it would not stay text."""
+        for text in _strings(value):
             if special := next((token for token in self._special if token in text), None):
                 raise HTTPError(
                     400, f"Got the text of the special token {special!r}, which would not stay text. Remove it."
@@ -125,7 +155,7 @@ class Desk:
             raise HTTPError(405, f"/v1/packs has no {method}; it has GET, POST and DELETE.")
         handle = self.handle("kp:" + name.removeprefix("kp:"), visit.access)
         if method == "GET":
-            return await visit.answer(await asyncio.to_thread(self._told, handle))
+            return await visit.answer(await asyncio.to_thread(self._described, handle))
         visit.need_write()
         with suppress(PackNotFoundError):  # Another client deleted it meanwhile.
             await asyncio.to_thread(self.store.remove, handle)
@@ -134,8 +164,27 @@ class Desk:
     def _listed(self, visit: Visit) -> list[str]:
         """Handles that the key may read; with `?hot=1` only packs that were used, latest first."""
         if visit.query.get("hot") == ["1"]:
-            return [str(handle) for handle in self.hot.among(visit.namespaces) if handle in self.store]
+            used = [handle for handle in reversed(self.hot) if handle.namespace in visit.namespaces]
+            return [str(handle) for handle in used if handle in self.store]
         return [str(handle) for name in visit.namespaces for handle in self.store.handles(name)]
+
+    async def answer_metrics(self, visit: Visit) -> None:
+        """Answer `/metrics` with vLLM's metrics, followed by our counters, in Prometheus' text format."""
+        # Request plain text: uncompressed, and not OpenMetrics, which has an end marker.
+        request_headers = [
+            pair for pair in visit.scope["headers"] if pair[0].lower() not in (b"accept", b"accept-encoding")
+        ]
+        status, headers, data = await call_raw(visit.app, {**visit.scope, "headers": request_headers}, visit.receive)
+        if status == 200:
+            counters = "".join(
+                f"# HELP kp_{name}_total {text}.\n# TYPE kp_{name}_total counter\nkp_{name}_total {self.counts[name]}\n"
+                for name, text in _COUNTERS.items()
+            )
+            data = data + (b"" if data.endswith(b"\n") or not data else b"\n") + counters.encode()
+        response_headers: list[Any] = [pair for pair in headers if pair[0].lower() != b"content-length"]
+        response_headers.append((b"content-length", str(len(data)).encode()))
+        await visit.send({"type": "http.response.start", "status": status, "headers": response_headers})
+        await visit.send({"type": "http.response.body", "body": data})
 
     async def compile(
         self,
@@ -167,18 +216,18 @@ class Desk:
             )
         pack = KnowledgePack(text, pack_namespace, job.token_ids, prefix, self.identity, provenance=origin)
         handle = await asyncio.to_thread(self.store.put, pack)
-        report = await asyncio.to_thread(self._told, handle, pack.key)
+        report = await asyncio.to_thread(self._described, handle, pack.key)
         if report["compiled"]:  # E.g. by an interrupted build that now runs again.
             return report
         await self.fill(visit, pack)
-        return await asyncio.to_thread(self._told, handle, pack.key)
+        return await asyncio.to_thread(self._described, handle, pack.key)
 
     async def fill(self, visit: Visit, pack: KnowledgePack) -> None:
         """Have the server compute and store the KV of a pack that has none."""
         rights = Rights((pack.namespace,), salt_of(visit.access.namespaces, self.key), save=True)
         ids = [*pack.prefix.token_ids, *pack.token_ids]
         await self.prefill(visit, ids, rights, "The pack is stored as text; compiling it failed")
-        self.counts.add(packs_compiled=1)
+        self.counts.update(packs_compiled=1)
 
     async def prefill(self, visit: Visit, prompt: Sequence[int] | Tensor, rights: Rights, failed: str) -> int:
         """Have the server compute the missing KV of a prompt, with these rights. Returns the number of computed tokens.
@@ -208,7 +257,7 @@ class Desk:
                 return handle
         raise HTTPError(404, f"There is no pack {name!r}.")
 
-    def _told(self, handle: Handle, key: PackKey | None = None) -> dict[str, Any]:
+    def _described(self, handle: Handle, key: PackKey | None = None) -> dict[str, Any]:
         key = key or PackKey(self.identity)
         pack = self.store.peek(handle, key)
         if pack is None:

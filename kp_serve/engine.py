@@ -17,8 +17,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
 from kp_core.plan import Limit, Plan
 from kp_core.prompt.template import ChatTemplate
-from kp_serve.asked import COMPUTED, asked
-from kp_serve.counts import FIRST_PACK
+from kp_serve.asked import COMPUTED, FIRST_PACK, asked
 
 __all__ = ["VLLMEngine"]
 
@@ -153,7 +152,7 @@ class VLLMEngine:
         with self._errors():
             response = self._client.post(f"{self.base_url}/v1/packs", json=body)
             if response.status_code in (400, 413):
-                raise PackError(f"{self.base_url} does not compile {text[:40]!r}: {_said(response)}")
+                raise PackError(f"{self.base_url} does not compile {text[:40]!r}: {_error_message(response)}")
             self._check(response)
             report: dict[str, Any] = response.json()
             return report
@@ -196,8 +195,7 @@ class VLLMEngine:
             yield token
 
     def _events(self, body: dict[str, Any], headers: Mapping[str, str], limit: Limit) -> Iterator[dict[str, Any]]:
-        """The events of an answer, until the time limit."""
-        # Wait for a busy server no longer than the caller's time limit.
+        """The events of an answer, until the time limit, also where the server is busy."""
         timeout = self._client.timeout
         if limit.timeout is not None:
             timeout = httpx.Timeout(max(limit.timeout - limit.spent, 1e-3))
@@ -218,8 +216,8 @@ class VLLMEngine:
             if not limit.is_over:
                 raise
 
-    def _event(self, said: str) -> dict[str, Any]:
-        event: dict[str, Any] = json.loads(said)
+    def _event(self, payload: str) -> dict[str, Any]:
+        event: dict[str, Any] = json.loads(payload)
         if error := event.get("error"):
             raise ModelError(f"{self.base_url} could not answer: {error.get('message', error)}")
         return event
@@ -227,7 +225,7 @@ class VLLMEngine:
     def _check(self, response: httpx.Response) -> None:
         """Raise `ModelError` with the server's error message."""
         if response.is_error:
-            raise ModelError(f"{self.base_url} answered {response.status_code}: {_said(response)}")
+            raise ModelError(f"{self.base_url} answered {response.status_code}: {_error_message(response)}")
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -242,7 +240,7 @@ class VLLMEngine:
             ) from error
 
 
-def _said(response: httpx.Response) -> str:
+def _error_message(response: httpx.Response) -> str:
     """The error message of a server."""
     try:
         error = response.json()["error"]

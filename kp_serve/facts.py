@@ -31,7 +31,7 @@ async def answer_facts(desk: Desk, visit: Visit) -> None:
         return await visit.answer(await _add(desk, desk.facts, visit, await visit.read()))
     if (method, name) == ("POST", "search"):
         result = await asyncio.to_thread(_search, desk, desk.facts, visit.access, await visit.read())
-        desk.counts.add(fact_searches=1)
+        desk.counts.update(fact_searches=1)
         return await visit.answer(result)
     if method not in ("GET", "DELETE"):
         raise HTTPError(405, f"/v1/facts has no {method} of {name!r}; it has GET, POST and DELETE, and POST of search.")
@@ -71,7 +71,7 @@ async def _add(desk: Desk, store: FactStore, visit: Visit, body: dict[str, Any])
         if error is not None:
             raise error
     report = await asyncio.to_thread(store.add, facts)
-    desk.counts.add(facts_added=report.added)
+    desk.counts.update(facts_added=report.added)
 
     def stored() -> list[dict[str, Any]]:
         where = {"kp:digest": {"$in": [fact.digest for fact in facts]}}

@@ -14,7 +14,7 @@ from kp_core.packs.handle import handles_like
 from kp_core.packs.view import PackRef, PackView, why_unresolved
 from kp_serve.access import Access
 from kp_serve.answers import Answer
-from kp_serve.counts import FIRST_PACK
+from kp_serve.asked import FIRST_PACK
 from kp_serve.desk import Desk, refuse_unknown
 from kp_serve.facts import answer_facts
 from kp_serve.preparing import prepared
@@ -90,14 +90,14 @@ class PackMiddleware:
             if started:
                 raise
             refusal = _refusal(error)
-            self.desk.counts.add(requests_refused=1)
+            self.desk.counts.update(requests_refused=1)
             await send_json(send, refusal.status, refusal.body)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
         if (method, path) == ("GET", "/health"):
             return await self.app(scope, receive, send)
-        access = self.desk.keys.access(_key_of(scope))
+        access = self.desk.access(_key_of(scope))
         if access is None:
             raise HTTPError(401, "The API key is missing or not one of this server. Send 'Authorization: Bearer KEY'.")
         visit = Visit(self.app, scope, receive, send, access)
@@ -106,7 +106,7 @@ class PackMiddleware:
         if f"{path}/".startswith("/v1/facts/"):
             return await answer_facts(self.desk, visit)
         if (method, path) == ("GET", "/metrics"):
-            return await self.desk.counts.join(visit)
+            return await self.desk.answer_metrics(visit)
         if method == "GET" and path in _GET:
             return await self.app(scope, receive, send)
         if method != "POST" or path not in _FIELDS:
@@ -116,14 +116,14 @@ class PackMiddleware:
         if path == "/v1/chat/completions":
             # In another thread: the store may be remote, and all requests share the event loop.
             body["messages"], refs, left = await asyncio.to_thread(self._resolved, body.get("messages"), access)
-            self.desk.counts.add(handles_left=len(left))
+            self.desk.counts.update(handles_left=len(left))
             self._refuse_unresolved(left, access)
             self.desk.refuse_special([body["messages"], body.get("tools"), body.get("functions")])
             tokens = sum(map(self.desk.tokens_of, (ref.pack for ref in refs)))
-            self.desk.hot.note(" ".join(ref.handle for ref in refs), access.namespaces)
-            self.desk.counts.add(packs_delivered=len(refs), pack_tokens=tokens)
+            self.desk.note_used(" ".join(ref.handle for ref in refs), access.namespaces)
+            self.desk.counts.update(packs_delivered=len(refs), pack_tokens=tokens)
             delivered = {"pack_tokens": tokens, "unresolved": len(left)}
-        self.desk.hot.note(_header(scope, FIRST_PACK), access.namespaces)
+        self.desk.note_used(_header(scope, FIRST_PACK), access.namespaces)
         rights = self._rights(body, access)
         if "kp" in body:
             rights, computed = await prepared(self.desk, visit, body)
@@ -160,8 +160,8 @@ class PackMiddleware:
         view = PackView(self.desk.store, access.namespaces, access.trusted_roles, recognise=False)
         delivered, left = list[PackRef](), dict[tuple[str, str], None]()
 
-        def text(said: str, role: str) -> str:
-            parts = view.split(said, role)
+        def resolve(text: str, role: str) -> str:
+            parts = view.split(text, role)
             delivered.extend(part for part in parts if isinstance(part, PackRef))
             names = (name for part in parts if isinstance(part, str) for name in handles_like(part))
             left.update(dict.fromkeys((name, role) for name in names))
@@ -172,9 +172,9 @@ class PackMiddleware:
             role, content = str(message.get("role")), message.get("content")
             role = _ROLES.get(role, role)
             if isinstance(content, str):
-                content = text(content, role)
+                content = resolve(content, role)
             elif isinstance(content, list):
-                content = "".join(text(item, role) for item in _texts(content))
+                content = "".join(resolve(item, role) for item in _texts(content))
             resolved.append({**message, "content": content} if "content" in message else message)
         return resolved, delivered, left
 

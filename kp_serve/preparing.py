@@ -158,11 +158,11 @@ def _readable(packs: Placed, desk: Desk, access: Access) -> Placed:
     return tuple((handle, start) for handle, start in packs if may_read(handle))
 
 
-async def _moved(desk: Desk, visit: Visit, said: dict[str, Any], ids: list[int]) -> tuple[list[_Step], int]:
+async def _moved(desk: Desk, visit: Visit, field: dict[str, Any], ids: list[int]) -> tuple[list[_Step], int]:
     """Compile the moved packs. Returns the requests for the prompt, and the number of tokens computed so far."""
     if desk.immovable:
         raise HTTPError(400, desk.immovable)
-    spans, starts = moved_packs(said, ids)
+    spans, starts = moved_packs(field, ids)
     packs = [await asyncio.to_thread(_pack, desk, visit.access, handle) for _, _, handle in spans]
     prefix = packs[0].prefix
     if odd_pack := next((pack for pack in packs if pack.prefix != prefix), None):
@@ -172,7 +172,7 @@ async def _moved(desk: Desk, visit: Visit, said: dict[str, Any], ids: list[int])
             "that moves packs expects one prefix. Build all with the same `compiled_for`.",
         )
     starts = await asyncio.to_thread(_readable, starts, desk, visit.access)
-    composer = _soft(desk, said.get("wrapper"))
+    composer = _soft(desk, field.get("wrapper"))
     for (start, stop, handle), pack in zip(spans, packs, strict=True):
         if not _stands(desk, pack, ids[start:stop], composer):
             raise HTTPError(
@@ -220,16 +220,16 @@ def _embedded(desk: Desk, prefix: Prefix, token_ids: Sequence[int], soft: Packet
     return torch.cat([part.to(tokens.dtype) for part in parts]).to(dtype)
 
 
-def _soft(desk: Desk, said: object) -> PacketComposer | None:
+def _soft(desk: Desk, field: object) -> PacketComposer | None:
     """The composer for a client's wrapper; `None` without one. Raises `HTTPError` and `WrapperError`."""
-    if said is None:
+    if field is None:
         return None
     if not desk.packets:
         raise HTTPError(400, "This server wraps no packs; start it with `kp serve --packets`.")
-    if not isinstance(said, str) or len(said) > _MOST_BYTES:
+    if not isinstance(field, str) or len(field) > _MOST_BYTES:
         raise HTTPError(400, f"Expected a wrapper in base64, of at most {_MOST_BYTES} characters.")
     try:
-        wrapper = PacketComposer.of(base64.b64decode(said, validate=True))
+        wrapper = PacketComposer.of(base64.b64decode(field, validate=True))
     except ValueError as error:
         raise HTTPError(400, f"Got a wrapper that is not in base64 ({error}).") from error
     wrapper.check(desk.identity)

@@ -132,10 +132,10 @@ def replay(body: object, receive: Receive) -> tuple[Headers, Receive]:
         ) from error
     waiting = [{"type": "http.request", "body": data, "more_body": False}]
 
-    async def given() -> MutableMapping[str, Any]:
+    async def receive_body() -> MutableMapping[str, Any]:
         return waiting.pop() if waiting else await receive()
 
-    return _headers(data), given
+    return _headers(data), receive_body
 
 
 def _headers(data: bytes) -> Headers:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -21,7 +20,6 @@ from kp_core.facts.sources import read_facts
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
 from kp_core.packs.store import PackStore
-from kp_core.packs.view import PackView
 from kp_serve.engine import VLLMEngine
 
 __all__ = ["MOST_CHARACTERS", "SAMPLE", "Document", "Question", "Way", "World"]
@@ -70,19 +68,11 @@ class World:
     def __init__(self, session: Session, embedder: Embedder, folder: Path) -> None:
         self.session, self.store, self.folder = session, PackStore(folder / "packs"), folder
         self.documents: dict[str, Document] = {}
+        # The address of the model's server; empty if it runs here.
+        self.address = session.engine.base_url if isinstance(session.engine, VLLMEngine) else ""
+        self._view = self.store.view(_NAMESPACE)
         facts = MemoryFactStore(embedder)
         self._delivery = Delivery(facts, session, self.store, unit="document", namespace=_NAMESPACE)
-
-    @property
-    def address(self) -> str:
-        """The address of the model's server; empty if it runs here."""
-        engine = self.session.engine
-        return engine.base_url if isinstance(engine, VLLMEngine) else ""
-
-    @cached_property
-    def view(self) -> PackView:
-        """What the model may read: the packs of this playground."""
-        return self.store.view(_NAMESPACE)
 
     def paste(self, text: str) -> Iterator[Document]:
         """Add a text that was typed or pasted, as `add` does."""
@@ -135,7 +125,7 @@ class World:
             content = "\n".join(parts) + f"\n\n{_INSTRUCTION}\nQuestion: {question.strip()}"
             requests[way] = {"messages": [{"role": "user", "content": content}], "max_tokens": 64}
         requests["text"] |= {"reuse": False}
-        requests["packs"] |= {"view": self.view, "composer": composer, "recognise": False}
+        requests["packs"] |= {"view": self._view, "composer": composer, "recognise": False}
         return Question(tuple(documents), requests, self.session.explain(**requests["packs"]))
 
     def search(self, question: str, k: int) -> list[Document]:
@@ -170,7 +160,7 @@ class World:
             if found.handle is None:
                 raise SourceError(f"{name}: holds too little text for a pack; expected at least a sentence.")
             if self.address:  # A server compiles on first use.
-                self.session.generate(str(found.handle), view=self.view, max_tokens=1)
+                self.session.generate(str(found.handle), view=self._view, max_tokens=1)
             pack = self.store.peek(found.handle, PackKey(self.session.fingerprint))
             tokens, kv_bytes = (len(pack.token_ids), pack.stored_bytes) if pack else (0, 0)
             document = Document(name, file, found.unit.text, found.handle, tokens, kv_bytes)

@@ -78,8 +78,7 @@ ABOUT: Mapping[str, str] = {
         "grammar."
     ),
     "top_logprobs": (
-        "So many of the likeliest tokens in the place of each, at most 20, with their log-probabilities; this alone "
-        "switches `logprobs` on."
+        "Also return this many of the likeliest tokens in the place of each, at most 20. It switches `logprobs` on."
     ),
     "view": "Resolves handles in the messages; without it they stay text.",
     "packs": "Packs, or handles that resolve, to place at the head of the system message.",
@@ -87,36 +86,35 @@ ABOUT: Mapping[str, str] = {
         "`in_place`: a pack stands where its handle stood. `system`: all packs go to the head of the system message."
     ),
     "compact": (
-        "Tool exchanges that brought nothing but packs shrink to the latest call and one short line for each message "
-        "of the user, so that a prompt stays as long as it was however often an agent searched for it. This is another "
-        "prompt than that of text in place, so a model may answer otherwise."
+        "Tool exchanges that brought only packs shrink to the latest call and one short line for each message of the "
+        "user, so a prompt keeps its length however often an agent searches. A model may answer this prompt otherwise "
+        "than that of text in place."
     ),
     "recognise": ("Exact texts of packs, in messages of trusted roles, are read from their KV."),
     "order": (
-        "`given`: packs stand in the order in which they were named. `free`: packs side by side in one message are a "
-        "set; they are sent in the order that leaves the fewest tokens to compute, each once."
+        "`given`: packs stand as they were named. `free`: packs side by side in one message are a set, sent once each, "
+        "in the order that leaves the fewest tokens to compute."
     ),
     "composer": "Makes the KV of packs that do not stand where they were compiled.",
     "keep": (
-        "Whether KV that was computed behind other packs is kept in the store of the view, so that it survives a "
-        "restart: `used_twice` (from the second time on, in the background), `always` (before the call returns), or "
-        "`never`."
+        "Whether KV computed behind other packs is kept in the store of the view, for the time after a restart: "
+        "`used_twice` (from the second time on, in the background), `always` (before the call returns), or `never`."
     ),
     "keep_in": (
-        "The namespace of this conversation: where KV behind its own words is kept. By default that of the view, when "
-        "it has one alone; with several, such KV is not kept."
+        "The namespace of this conversation, where KV behind its own words is kept. By default the view's only "
+        "namespace; with several, such KV is not kept."
     ),
     "upgrade": (
-        "`background`: what an approximate composer made is computed exactly when the engine is idle, so that the next "
-        "request with these packs is exact and as fast. `none` (default) leaves it."
+        "`background`: what an approximate composer made is computed exactly when the engine is idle, for the next "
+        "request with these packs. `none` (default) leaves it."
     ),
     "mismatch": (
         "What to do with a pack that another model made: `error`, `rebuild` it from its text, or `accept` KV "
         "of the same model in other numerics as an approximation."
     ),
     "unresolved": (
-        "What to do with a handle that brings no pack: `error` (for production), `warn` (log it once, and send it as "
-        "text), or only send it as `text`. A role that is not trusted raises no error."
+        "What to do with a handle that brings no pack: raise an `error` (for production; not for roles that are not "
+        "trusted), `warn` (log it once, and send it as text), or only send it as `text`."
     ),
     "steering": (
         "What to add to cached values: a `Steering` as it is, or `(steering, alpha)`; an alpha of `None` is "

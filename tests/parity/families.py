@@ -244,24 +244,23 @@ Made by `python -m tests.parity.families` from the matrix of `tests/parity/test_
 
 Each `model_type` below was tested as a tiny random model, with the transformers release in `requirements.lock`. From
 a pack it gives what it gives from the text, and in float32 what `model.generate` gives, token for token: below, at
-and above its window, and in conversations. Bits of pack and text are the same where `"bitwise" in
-engine.engine.supports`, tested at load; elsewhere reused KV rounds differently ([reasons](loading.md#the-same-bits)).
-On an AMD EPYC 63 of the 128 are bitwise in bfloat16, and 16 in float32, as activations of layers this narrow round by
-the size of a pass. The bundled model is bitwise in both. What a layer caches decides what else works:
+and above its window, and in conversations. Where loading finds it `bitwise`, pack and text have the same bits;
+elsewhere reused KV [rounds differently](loading.md#the-same-bits). The bundled model is bitwise in bfloat16 and
+float32; of these 128 tiny ones on an AMD EPYC 63 and 16 are, as layers this narrow round by the size of a pass. What a
+layer caches decides what else works:
 
 - **plain**: keys and values of every token, and every token sees all before it. `splice` is refused
   where keys cannot be moved (*naive*; [several packs](several-packs.md)), all composers but the exact one with ALiBi.
 - **windows** (sliding or chunked): all tokens are kept, and a long pack costs a layer what its window costs. Only the
   exact composer.
-- **shared KV**: layers that read the KV of others store nothing. Layers of a steering count those that store.
+- **shared KV**: layers that read the KV of others store nothing, and a steering does not count them.
 - **latent**: the latent and rotary key of multi-head latent attention. No steering, only the exact composer.
-- **states** (Mamba 2, gated delta rule, short convolutions): states are kept at the end of each pack and message. A
-  prompt that differs inside a message is computed from where that message begins. A state takes the same room after
-  ten tokens and ten thousand (`engine.state_bytes`, `Usage.state_bytes`). No steering, overwriting or int8, only the
-  exact composer. A model that cannot go on from its states is refused at load.
+- **states** (Mamba 2, gated delta rule, short convolutions): states are kept at the end of each pack and message, and
+  a prompt that differs inside a message is computed from its beginning. A state takes the same room
+  (`Usage.state_bytes`) after ten tokens and ten thousand. No steering, overwriting or int8, only the exact composer.
 
-*Batching*: answers at the same time are decoded together; else in turns, one by one. It needs an attention that can be
-replaced: not with caps on scores (Gemma 2) or position biases (ALiBi).
+*Batching*: answers at the same time are decoded together; else in turns. It needs an attention that can be replaced:
+not with caps on scores (Gemma 2) or position biases (ALiBi).
 
 | cache | composing | steering | batching | `model_type` |
 |---|---|---|---|---|"""
@@ -269,7 +268,8 @@ replaced: not with caps on scores (Gemma 2) or position biases (ALiBi).
 REFUSED = """
 ## What is not served, or not tried
 
-Refused at load, before weights are read, or left out of the matrix:
+Refused at load, before weights are read, or left out of the matrix: encoders and encoder-decoders (BERT, BART and their
+kin), and
 
 | reason | `model_type` |
 |---|---|"""
@@ -364,7 +364,7 @@ def page():
     lines.append(REFUSED)
     reasons = {}
     for kind, found in kinds().items():
-        if isinstance(found, str):
+        if isinstance(found, str) and "encoder" not in found:
             reasons.setdefault(found, []).append(kind)
     for reason, named in sorted((reasons | NOT_RUN).items()):
         lines.append(f"| {reason} | {', '.join(f'`{kind}`' for kind in sorted(named))} |")

@@ -16,7 +16,7 @@ import uvicorn
 
 from kp_core import KVTensors, MemoryFactStore, Prefix, load_engine
 from kp_core.testing import HashEmbedder
-from kp_serve.access import Keys, add_key
+from kp_serve.access import add_key, read_keys
 from kp_serve.engine import VLLMEngine
 from kp_serve.rights import Rights
 from kp_serve.stored import StoredKV, StoredRun
@@ -39,7 +39,7 @@ class Served(Gate):
         self.keys = {key: add_key(file, [name], write=key != "reader") for key, name in names.items()}
         tokenizer, self.session = self.gate.desk.tokenizer, tiny_engine()
         facts = MemoryFactStore(HashEmbedder()) if facts is None else facts
-        self.gate.desk = replace(self.gate.desk, facts=facts, keys=Keys(file), store=self.store)
+        self.gate.desk = replace(self.gate.desk, facts=facts, keys=read_keys(file), store=self.store)
         self.gate.desk.__dict__["tokenizer"] = tokenizer
         self.gate.app, self.says, self.computed, self.embedded = self._inner, "", 0, []
 

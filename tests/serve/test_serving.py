@@ -18,7 +18,7 @@ from kp_core import KnowledgePack, KVTensors, PackStore, Prefix, load_engine
 from kp_core.engines.request import Request
 from kp_core.errors import MissingDependencyError, ModelError, PackCorruptError, PackCorruptWarning, PackError
 from kp_core.packs.handle import Handle
-from kp_serve.access import Access, Keys, add_key
+from kp_serve.access import Access, access_of, add_key, read_keys
 from kp_serve.desk import Desk
 from kp_serve.engine import VLLMEngine
 from kp_serve.middleware import PackMiddleware, until_end
@@ -67,13 +67,13 @@ def test_a_file_of_keys_holds_no_key(tmp_path):
     first, second = add_key(file, ["a"]), add_key(file, ["b", "c"], write=True)
     assert first not in file.read_text()
     assert file.stat().st_mode & 0o077 == 0
-    keys = Keys(file)
-    assert keys.access(first) == Access(("a",))
-    assert keys.access(second) == Access(("b", "c"), write=True)
-    assert keys.access(None) is keys.access("") is keys.access(first + "x") is None
+    keys = read_keys(file)
+    assert access_of(keys, first) == Access(("a",))
+    assert access_of(keys, second) == Access(("b", "c"), write=True)
+    assert access_of(keys, None) is access_of(keys, "") is access_of(keys, first + "x") is None
     file.write_text("[]")
     with pytest.raises(ModelError, match="no file of keys"):
-        Keys(file)
+        read_keys(file)
 
 
 def served(session):
@@ -195,7 +195,7 @@ class Gate:
 
         self.gate = PackMiddleware.__new__(PackMiddleware)
         self.gate.app = inner
-        self.gate.desk = Desk(self.store, "", served(session), Keys(None, access), KEY)
+        self.gate.desk = Desk(self.store, "", served(session), access, KEY)
         self.gate.desk.__dict__["tokenizer"] = session.tokenizer
 
     def ask(self, method, path, body=None, headers=None):
@@ -268,7 +268,7 @@ def test_a_handle_that_brings_nothing_is_refused_and_says_no_more_than_that(gate
         said.append(message.replace(name, "X"))
     assert said[0] == said[1]
     assert not gate.seen
-    assert "kp_handles_left_total 2\n" in str(gate.gate.desk.counts)
+    assert gate.gate.desk.counts["handles_left"] == 2
     # A role that this key does not trust, and the model itself, may say what they like.
     done, _ = gate.chat(messages=[{"role": role, "content": foreign} for role in ("tool", "assistant")])
     assert done.status_code == 200
