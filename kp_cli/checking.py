@@ -361,7 +361,7 @@ def _about_pack(pack: KnowledgePack) -> dict[str, Any]:
         "text": pack.text,
         "namespace": pack.namespace,
         "tokens": len(pack.token_ids),
-        "prefix_tokens": len(pack.prefix.token_ids),
+        "prefix_tokens": len(pack.prefix),
         "kv_bytes": pack.nbytes,
         "compression": pack.compression,
         "fingerprint": pack.fingerprint.to_dict(),

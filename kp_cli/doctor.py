@@ -132,7 +132,7 @@ def _measured(model: ModelOptions) -> dict[str, Any]:
         for _ in range(_REPEATS):
             began = time.perf_counter()
             pack = session.build_pack(text)
-            paces.append(len(pack.prefix.token_ids + pack.token_ids) / (time.perf_counter() - began))
+            paces.append(len(pack.prefix + pack.token_ids) / (time.perf_counter() - began))
     pace = median(paces)
     size = pack.nbytes / len(pack.token_ids)
     return report | {

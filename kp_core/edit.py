@@ -19,11 +19,10 @@ from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
 from kp_core.errors import OptionError, PackError, UnsupportedRequestError
 from kp_core.kv import KVTensors
-from kp_core.packs.pack import Correction, Edit, Edits, KnowledgePack, Prefix, common_length, root_of
+from kp_core.packs.pack import Correction, Edit, Edits, KnowledgePack, common_length, root_of
 from kp_core.packs.view import PackRef
 from kp_core.plan import Plan, Region, plan_regions
 from kp_core.prompt.prompt import Prompt, Span
-from kp_core.prompt.template import TokenisedPack
 
 __all__ = ["How", "amend", "current_text", "edit", "overwrite", "rebuild", "replaced", "squash"]
 
@@ -79,8 +78,8 @@ def amend(  # noqa: PLR0913 - the arguments of an edit
         corrections.append(replace(correction, line=_line(base, correction, others)))
     lines = [erratum.line for erratum in corrections]
     text = base + "".join(f"\n{line}" for line in lines) if not base.endswith("\n") else base + "\n".join(lines)
-    encoded = _tokenised(pack, text, engine, compiled_for)
-    reused = common_length(pack.token_ids, encoded.token_ids)
+    token_ids = _tokenised(pack, text, engine, compiled_for)
+    reused = common_length(pack.token_ids, token_ids)
     kept_starts = (at for at in edits.starts if at < reused)
     starts = (*kept_starts, reused) if reused and corrections else ()
     new_edits = Edits(
@@ -88,14 +87,14 @@ def amend(  # noqa: PLR0913 - the arguments of an edit
         edits.said,
         len(base),
         tuple(corrections),
-        tuple(at for at in starts if at < len(encoded.token_ids)),
+        tuple(at for at in starts if at < len(token_ids)),
         (*edits.history, Edit("amend", old, new)),
     )
-    first = starts[0] if starts else len(encoded.token_ids)
-    if len(encoded.token_ids) - first > squash_above * first:
+    first = starts[0] if starts else len(token_ids)
+    if len(token_ids) - first > squash_above * first:
         logger.info("Errata are more than %.0f %% of %r; it is computed anew.", 100 * squash_above, text[:40])
         return _squashed(pack, _applied(base, corrections), new_edits, engine, compiled_for)
-    return _compiled(pack, encoded, engine, new_edits)
+    return _compiled(pack, text, token_ids, engine, new_edits)
 
 
 def squash(pack: KnowledgePack, engine: Session, *, compiled_for: CompiledFor | None = None) -> KnowledgePack:
@@ -119,9 +118,9 @@ def rebuild(
     of your own. Raises `PackError` for a pack that is lazy, steered or compiled for an unknown place;
     `FingerprintMismatchError` for a pack of another model.
     """
-    encoded = _tokenised(pack, text, engine, compiled_for)
+    token_ids = _tokenised(pack, text, engine, compiled_for)
     history = (*pack.history, Edit("rebuild", *_difference(pack.text, text)))
-    return _compiled(pack, encoded, engine, Edits(history=history))
+    return _compiled(pack, text, token_ids, engine, Edits(history=history))
 
 
 def overwrite(
@@ -136,13 +135,13 @@ def overwrite(
     if pack.edits.corrections:
         raise PackError(f"The pack {pack.text[:40]!r} has errata, and no field of its own is valid. `squash` it first.")
     text = replaced(pack.text, old, new)
-    encoded = _tokenised(pack, text, engine, compiled_for)
+    ids = _tokenised(pack, text, engine, compiled_for)
     logger.warning(
         "The pack %r is overwritten in its KV alone: without a chain of thought the old value usually wins. "
         "`amend` puts an erratum behind it, `rebuild` computes it anew.",
         text[:40],
     )
-    start, ids = len(pack.prefix), encoded.token_ids
+    start = len(pack.prefix)
     head = common_length(pack.token_ids, ids)
     tail = common_length(pack.token_ids[head:][::-1], ids[head:][::-1])
     if not head and not tail:
@@ -153,12 +152,12 @@ def overwrite(
             part = replace(
                 pack,
                 token_ids=pack.token_ids[since : since + count],
-                prefix=Prefix(pack.prefix.token_ids + pack.token_ids[:since]),
+                prefix=pack.prefix + pack.token_ids[:since],
                 kv=pack.kv.slice(since, since + count),
             )
             spans.append(Span(start + at, start + at + count, PackRef("", part)))
     # The KV before and behind the field is moved; the field itself is computed between them.
-    before, stop = Prompt(pack.prefix.token_ids, owner=pack.namespace), start + len(ids)
+    before, stop = Prompt(pack.prefix, owner=pack.namespace), start + len(ids)
     region = Region(start, stop, "composed", tuple(spans), SpliceComposer())
     prompt = replace(before, token_ids=(*before.token_ids, *ids), spans=tuple(spans))
     plan = Plan(prompt, (*plan_regions(before), region), wanted=(start, stop))
@@ -183,8 +182,8 @@ def replaced(text: str, old: str, new: str) -> str:
     return text[:start] + new + text[stop:]
 
 
-def _tokenised(pack: KnowledgePack, text: str, engine: Session, compiled_for: CompiledFor | None) -> TokenisedPack:
-    """`text`, tokenised at the place that `pack` was compiled for; raises as `rebuild`."""
+def _tokenised(pack: KnowledgePack, text: str, engine: Session, compiled_for: CompiledFor | None) -> tuple[int, ...]:
+    """The tokens of `text` at the place that `pack` was compiled for; raises as `rebuild`."""
     if pack.steering is not None:
         raise PackError(f"The pack {pack.text[:40]!r} is steered. Edit the pack it was made from, then steer it again.")
     if pack.is_lazy:
@@ -195,30 +194,32 @@ def _tokenised(pack: KnowledgePack, text: str, engine: Session, compiled_for: Co
     pack.check(engine.fingerprint)
     places: tuple[CompiledFor, ...] = ("user", "system") if compiled_for is None else (compiled_for,)
     for place in places:
-        job = engine.template.tokenise_pack(text, place)
-        if job.prompt.prefix_of(job.prompt.spans[0]) == pack.prefix:
-            return job
+        prefix, token_ids = engine.template.tokenise_pack(text, place)
+        if prefix == pack.prefix:
+            return token_ids
     raise PackError(
         f"The pack {pack.text[:40]!r} was compiled for another place than {' or '.join(map(repr, places))}. "
         "Give the `compiled_for` that it was built with."
     )
 
 
-def _compiled(pack: KnowledgePack, made: TokenisedPack, engine: Session, edits: Edits) -> KnowledgePack:
-    """The pack of the tokenised text `made` at the place of `pack`; the KV of their common first tokens is reused."""
-    before, packs = Prompt(pack.prefix.token_ids, owner=pack.namespace), set[Span]()
-    reused = common_length(pack.token_ids, made.token_ids)
+def _compiled(
+    pack: KnowledgePack, text: str, token_ids: tuple[int, ...], engine: Session, edits: Edits
+) -> KnowledgePack:
+    """The pack of `text` at the place of `pack`; the KV of their common first tokens is reused."""
+    before, packs = Prompt(pack.prefix, owner=pack.namespace), set[Span]()
+    reused = common_length(pack.token_ids, token_ids)
     # The states of recurrent layers are known only at the end of a pack.
     if reused and pack.kv is not None and (not pack.kv.states or reused == len(pack.token_ids)):
         start, stop = len(before), len(before) + reused
-        shared = replace(pack, token_ids=made.token_ids[:reused], kv=pack.kv.slice(0, reused))
+        shared = replace(pack, token_ids=token_ids[:reused], kv=pack.kv.slice(0, reused))
         span = Span(start, stop, PackRef("", shared))
         before, packs = replace(before, token_ids=before.token_ids + shared.token_ids, spans=(span,)), {span}
-    ids = pack.prefix.token_ids + made.token_ids
+    ids = pack.prefix + token_ids
     plan = Plan(replace(before, token_ids=ids), plan_regions(before, packs), wanted=(len(pack.prefix), len(ids)))
     kv = _computed(engine, plan)
     provenance = edits.written(pack.provenance)
-    return replace(pack, text=made.text, token_ids=made.token_ids, kv=kv, provenance=provenance, stored_bytes=0)
+    return replace(pack, text=text, token_ids=token_ids, kv=kv, provenance=provenance, stored_bytes=0)
 
 
 def _computed(engine: Session, plan: Plan, needed: str = "kv") -> KVTensors:
@@ -232,9 +233,9 @@ def _computed(engine: Session, plan: Plan, needed: str = "kv") -> KVTensors:
 def _squashed(
     pack: KnowledgePack, text: str, edits: Edits, engine: Session, compiled_for: CompiledFor | None
 ) -> KnowledgePack:
-    encoded = _tokenised(pack, text, engine, compiled_for)
+    token_ids = _tokenised(pack, text, engine, compiled_for)
     history = (*edits.history, Edit("squash", "", ""))
-    return _compiled(pack, encoded, engine, Edits(edits.root, edits.errata, history=history))
+    return _compiled(pack, text, token_ids, engine, Edits(edits.root, edits.errata, history=history))
 
 
 def _base(pack: KnowledgePack) -> str:

@@ -1,41 +1,18 @@
 """Every exception this package raises on purpose, and its one warning.
 
     KnowledgePackError
-    ├── PromptError                 the conversation cannot become a prompt
-    │   ├── TemplateError           the chat template refused it, or lacks what was asked for
-    │   │   └── ShortTextError      a text without a token of its own at its position: no pack
-    │   ├── UnsupportedContentError content other than text for a text model
-    │   ├── HandleError             not a handle, a bad namespace
-    │   ├── ToolError               an invalid or impossible tool, tool choice or schema
-    │   └── ContextOverflowError    more tokens than the model has positions
-    ├── ModelError
-    │   ├── UnsupportedModelError   an architecture whose cache cannot be reused
-    │   ├── ModelChangedError       weights or adapters changed while an engine runs them
-    │   └── MissingDependencyError  an optional package is not installed
-    ├── PackError
-    │   ├── KVShapeError            tensors that do not form one KV cache
-    │   ├── FingerprintMismatchError a pack of another model, or of the same in other numerics
-    │   ├── PackNotFoundError       no such pack in the store
-    │   ├── PackCorruptError        a damaged file, and no text to rebuild it from
-    │   ├── PackVersionError        an intact file of a format version this release does not know
-    │   └── QuotaError              the store is full
-    ├── FactError                   an invalid fact, search or task; a fact store that is empty or fails
-    │   ├── FactStoreLockedError    a fact store that another process writes to
-    │   └── SourceError             a file of facts that cannot be read
-    ├── SteeringError               invalid contrastive pairs, steering or strength
-    │   └── SteeringMismatchError   a steering of another model; a FingerprintMismatchError as well
-    ├── OptionError                 an option that does not exist, with the closest name
-    ├── WrapperError                invalid soft tokens, training or file of them
-    │   └── WrapperMismatchError    soft tokens of another model; a FingerprintMismatchError as well
-    ├── UnsupportedRequestError     what this engine cannot do, and which engine can
-    ├── SamplingError               generation options out of range
-    ├── CacheBudgetError            a request with more KV than the memory for KV
-    ├── BusyError                   an engine's queue of background work is full
-    └── GenerationTimeoutError      an answer that took longer than its timeout
+    ├── PromptError       TemplateError (ShortTextError), UnsupportedContentError, HandleError, ToolError,
+    │                     ContextOverflowError
+    ├── ModelError        UnsupportedModelError, ModelChangedError, MissingDependencyError
+    ├── PackError         KVShapeError, FingerprintMismatchError, PackNotFoundError, PackCorruptError,
+    │                     PackVersionError, QuotaError
+    ├── FactError         FactStoreLockedError, SourceError
+    ├── SteeringError     SteeringMismatchError, a FingerprintMismatchError as well
+    ├── WrapperError      WrapperMismatchError, a FingerprintMismatchError as well
+    └── OptionError, UnsupportedRequestError, SamplingError, CacheBudgetError, BusyError, GenerationTimeoutError
 
-A store warns with `PackCorruptWarning`, a `RuntimeWarning`, when it sets a damaged file aside.
-
-Each message says what was got, what was expected and what to do.
+A store warns with `PackCorruptWarning`, a `RuntimeWarning`, when it sets a damaged file aside. Each message says what
+was got, what was expected and what to do.
 """
 
 from __future__ import annotations

@@ -42,14 +42,12 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     """A chat model whose messages may hold handles; each is replaced by the knowledge of its pack.
 
     Its settings, and the errors it raises for them, are those of `kp_core.settings.ModelSettings`; packs of a call
-    follow those of the field. Other errors are those of the engine.
+    follow those of the field. A grammar holds calls and structured output to their schema, so they always parse; a
+    schema that it cannot express raises `ToolError`.
 
-    Tools: a grammar holds forced calls, calls that have begun and structured output to their schema, so they always
-    parse. A schema that the grammar cannot express raises `ToolError`.
-
-    Accounting: `usage_metadata.input_tokens` counts what the messages sent. It leaves out tokens that packs delivered,
-    so a summariser that watches it does not react to knowledge. `input_token_details.cache_read` counts sent tokens
-    that were certainly reused. `response_metadata["kp"]` holds all counts of `kp_core.Usage`.
+    `usage_metadata.input_tokens` leaves out tokens that packs delivered, so a summariser that watches it does not react
+    to knowledge. `input_token_details.cache_read` counts sent tokens that were certainly reused.
+    `response_metadata["kp"]` holds all counts of `kp_core.Usage`.
     """
 
     max_retries: int | None = None
@@ -88,12 +86,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     def _generate_with_cache(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:
         return super(ChatKnowledgePacks, self._remembering(messages))._generate_with_cache(messages, *args, **kwargs)
 
-    async def _agenerate_with_cache(
-        self,
-        messages: list[BaseMessage],
-        *args: Any,
-        **kwargs: Any,
-    ) -> ChatResult:
+    async def _agenerate_with_cache(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:
         model = self._remembering(messages)
         return await super(ChatKnowledgePacks, model)._agenerate_with_cache(messages, *args, **kwargs)
 
@@ -160,8 +153,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         """The model with `tools` on offer.
 
         `tool_choice` is `"auto"` (default), `"any"`, `"required"` or `True` (a tool must be called), `"none"`, or the
-        name of the tool to call. `parallel_tool_calls` allows several calls in one answer; by default only with
-        `"auto"`. Raises `ToolError` for a choice that names no tool.
+        name of a tool; raises `ToolError` for others. `parallel_tool_calls` is by default only on with `"auto"`.
         """
         offered = [convert_to_openai_tool(tool) for tool in tools]
         choice = core_choice(tool_choice)
@@ -183,10 +175,9 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     ) -> Runnable[LanguageModelInput, Any]:
         """The model with answers of `schema`: a Pydantic class, a TypedDict, a JSON Schema or an OpenAI function.
 
-        With every method, a grammar holds the answer to the schema: `function_calling` as the arguments of a call,
-        `json_schema` (default) and `json_mode` as the text. `strict` is accepted for LangChain's sake: schemas are
-        always enforced. `include_raw` returns `{"raw", "parsed", "parsing_error"}`. Raises `ToolError` for other
-        methods.
+        `function_calling` gives the arguments of a call, `json_schema` and `json_mode` the text. Schemas are always
+        enforced, whatever `strict`. `include_raw` returns `{"raw", "parsed", "parsing_error"}`. Raises `ToolError` for
+        other methods.
         """
         tool = convert_to_openai_tool(schema)
         name, model_class = tool["function"]["name"], cast("type[BaseModel]", schema)

@@ -35,12 +35,11 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
 
     Handles in tool messages enter the state channel `packs` and stay there, whatever becomes of the messages. The model
     is called with `compact` (see `kp_core.Request`): of tool exchanges that brought only handles the latest call stays,
-    so the prompt of step 20 is as long as that of step 2. From turn to turn of a conversation it grows by what the user
-    and the model say, and by one call. Packs whose messages are gone (summarised, or of another
-    conversation) stand at the start of the system message. The messages in the state do not change.
+    so the prompt of step 20 is as long as that of step 2. Packs whose messages are gone (summarised, or of another
+    conversation) stand at the start of the system message.
 
-    Handles in `packs` count as brought by tools: a model whose `trusted_roles` lack `"tool"` does not use them. The
-    agent's model must be a `ChatKnowledgePacks`; any other raises `TypeError`.
+    Handles in `packs` count as brought by tools: a model whose `trusted_roles` lack `"tool"` does not use them. A model
+    other than a `ChatKnowledgePacks` raises `TypeError`.
     """
 
     state_schema = PackState

@@ -7,11 +7,13 @@ import inspect
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
+from langchain_core.callbacks.manager import handle_event
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.indexing import DeleteResponse, UpsertResponse
@@ -26,12 +28,12 @@ from kp_core.delivery import KV, Delivery, Found, Precompile, Unit
 from kp_core.edit import How
 from kp_core.engines.request import CompiledFor, refuse_unknown
 from kp_core.errors import FactError
+from kp_core.events import subscribe
 from kp_core.facts import Filter, Hit, Reranker
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import inert
 from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
-from kp_langchain.events import Run, telling
 from kp_langchain.tools import own_handle
 
 __all__ = ["KnowledgePackRetriever", "PackRetriever", "WrappedRetriever"]
@@ -39,17 +41,18 @@ __all__ = ["KnowledgePackRetriever", "PackRetriever", "WrappedRetriever"]
 logger = logging.getLogger(__name__)
 
 _LOOKED_UP = 200
+_Run: TypeAlias = CallbackManagerForRetrieverRun | AsyncCallbackManagerForRetrieverRun
+_run: ContextVar[_Run | None] = ContextVar("run", default=None)
 _PER_CALL = ("k", "probes", "where", "score_threshold", "rerank")
 
 
 class PackRetriever(DocumentIndex):
     """A retriever whose documents have packs in `store`. `langchain_core.indexing.index` can fill it.
 
-    By default a document's `page_content` is its text, with a blank inserted into anything that looks like a handle, so
-    that it does not resolve. With `content="handle"` it is the handle alone, for models that resolve it. A document
-    without a pack comes as text, and `engine` compiles it when it is idle, or with `precompile="now"` before the search
-    returns; without an engine there is only a logged warning. It is compiled for the position `compiled_for` (for a
-    prompt: `pack_place(prompt)`). `kv` and `compress` are those of `kp_core.delivery.Delivery`.
+    By default a document's `page_content` is its text, in which nothing resolves as a handle. With `content="handle"`
+    it is the handle alone, for models that resolve it. A document without a pack comes as text, and `engine`, if given,
+    compiles it for the position `compiled_for` (for a prompt: `pack_place(prompt)`) when it is idle, or with
+    `precompile="now"` before the search returns. `kv` and `compress` are those of `kp_core.delivery.Delivery`.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -143,10 +146,9 @@ class WrappedRetriever(PackRetriever):
         """Delete the packs of documents that were changed or deleted in the vector store; returns their handles.
 
         A pack is kept if the document that it was compiled from still has its text. `documents` are all that there are
-        now: for vector stores that cannot look up ids, or find documents without ids. All packs of this namespace that
-        were made of facts or documents and cannot be traced go, so keep one namespace for one collection; they are
-        compiled again when found. Packs that were put by hand are not touched. Raises `FactError` if documents cannot
-        be looked up. Nothing is deleted if the vector store fails.
+        now, for vector stores that cannot look up ids. Packs of this namespace that were made of facts or documents and
+        cannot be traced go too, so keep one namespace for one collection. Packs that were put by hand stay. Raises
+        `FactError` if documents cannot be looked up. Nothing is deleted if the vector store fails.
         """
 
         def texts(packs: Mapping[Handle, KnowledgePack]) -> Iterator[str]:
@@ -168,14 +170,14 @@ class WrappedRetriever(PackRetriever):
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **options: Any
     ) -> list[Document]:
         documents = self.retriever.invoke(query, {"callbacks": run_manager.get_child()}, **options)
-        with telling(run_manager):
+        with _telling(run_manager):
             return self._delivered(documents)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **options: Any
     ) -> list[Document]:
         documents = await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **options)
-        with telling(run_manager):
+        with _telling(run_manager):
             return await asyncio.to_thread(self._delivered, documents)
 
     def _delivered(self, documents: Sequence[Document]) -> list[Document]:
@@ -201,10 +203,9 @@ class WrappedRetriever(PackRetriever):
 class KnowledgePackRetriever(PackRetriever):
     """Finds facts of `namespace` in `fact_store` and returns each as a document. See `PackRetriever` for the rest.
 
-    The `id` is the fact's. `handle`, `score`, `bank` (if banks were searched), `title`, `source` and `text` are added
-    to the fact's metadata, unless it has such a field or the value is empty. `kp` holds `handle`, `score`, `id` and
-    `bank`. With `unit="bank"` a document is a whole bank of about twenty facts, one per line, under one handle, with
-    `unit="document"` all facts of a source.
+    `handle`, `score`, `bank` (if banks were searched), `title`, `source` and `text` are added to the fact's metadata,
+    unless it has such a field or the value is empty. `kp` holds `handle`, `score`, `id` and `bank`. With `unit="bank"`
+    a document is a whole bank of about twenty facts, one per line, with `unit="document"` all facts of a source.
 
     `probes`, `where`, `score_threshold` and `rerank` are those of `Delivery.search`. Like `k`, they may also be given
     to `invoke`. Scores are cosines.
@@ -236,8 +237,7 @@ class KnowledgePackRetriever(PackRetriever):
         """A retriever over `facts`: adds them to the fact store, and compiles their packs into `store`.
 
         Without `fact_store`, one is made with `embedder` (by default the bundled MiniLM), in Chroma at `path` or in
-        memory. Facts go into the retriever's namespace, except those with a namespace of their own, which this
-        retriever does not find.
+        memory. Facts with a namespace of their own keep it, and this retriever does not find them.
         """
         refuse_unknown(fields, (*cls.model_fields, *inspect.signature(cls.from_facts).parameters), cls.__name__)
         retriever = cls(fact_store=open_facts(fact_store, embedder, path), store=store, engine=engine, **fields)
@@ -298,16 +298,10 @@ class KnowledgePackRetriever(PackRetriever):
         self._delivery().add(facts, overwrite=True, progress=progress)
         return [fact.id for fact in facts]
 
-    def _get_relevant_documents(
-        self,
-        query: str,
-        *,
-        run_manager: Run | None = None,
-        **options: Any,
-    ) -> list[Document]:
+    def _get_relevant_documents(self, query: str, *, run_manager: _Run | None = None, **options: Any) -> list[Document]:
         refuse_unknown(options, _PER_CALL, "A call of the retriever")
         settings = {name: options.get(name, getattr(self, name)) for name in _PER_CALL}
-        with telling(run_manager):
+        with _telling(run_manager):
             results = self._delivery().search(query, **settings)
         return [self._packed(_to_document(f.unit), f, score=f.hit.score, bank=f.hit.bank) for f in results]
 
@@ -340,3 +334,25 @@ def _to_fact(document: Document, **others: Any) -> Fact:
 def _to_document(fact: Fact) -> Document:
     metadata = {name: value for name, value in (("title", fact.title), ("source", fact.source)) if value}
     return Document(fact.text, id=fact.id, metadata=metadata | dict(fact.metadata))
+
+
+@contextmanager
+def _telling(run: _Run | None) -> Iterator[None]:
+    """Pass events of this thread on to the callbacks of `run`: `on_custom_event(name, counts)`.
+
+    The name is that in the debug log (`kp_event`). What happens in the background belongs to no run.
+    """
+    token = _run.set(run)
+    try:
+        yield
+    finally:
+        _run.reset(token)
+
+
+def _tell(name: str, counts: Mapping[str, float | str]) -> None:
+    if (run := _run.get()) is not None:
+        about = {"run_id": run.run_id, "tags": run.tags, "metadata": run.metadata}
+        handle_event(run.handlers, "on_custom_event", "ignore_custom_event", name, dict(counts), **about)
+
+
+subscribe(_tell)

@@ -56,9 +56,8 @@ Labels: TypeAlias = tuple[str, ...]
 def namespace_of(labels: Labels) -> str:
     """The namespace of packs for LangGraph's namespace `labels`, for a model's `namespaces`; no two share one.
 
-    Ours are `[a-z0-9_-]{1,64}`. A label keeps its letters a-z and digits; each other byte of its UTF-8 becomes `_` and
-    two hexadecimal digits. Labels are joined by `-`. A name that would be too long becomes `_h` and a digest of 256
-    bits; no encoded name contains `_h`, as `h` is not a hexadecimal digit. Raises `FactError` for other than Unicode.
+    A label keeps its letters a-z and digits; each other byte of its UTF-8 becomes `_` and two hexadecimal digits.
+    Labels are joined by `-`. A name that would be too long becomes `_h` and a digest of 256 bits.
     """
     encoded = (re.sub(rb"[^a-z0-9]", lambda byte: b"_%02x" % byte[0][0], _utf8(label)) for label in labels)
     name = b"-".join(encoded).decode()
@@ -95,13 +94,13 @@ class KnowledgePackStore(BaseStore):
     """A LangGraph store over a fact store: each item is a fact, compiled into a pack of `store` when it is put.
 
     Items come back as `PackItem`, with the handle of their pack. The text of an item, which is searched and compiled,
-    is that of its `fields` (paths as in LangGraph's `IndexConfig`), one per line. Without `fields`, it is the value's
-    only field if that is a string, else the whole value as JSON. `index=[...]` of a put sets the fields of one item.
-    With `index=False` the item has a pack, but a search by meaning returns it last, without a score.
+    is that of its `fields` (paths as in LangGraph's `IndexConfig`), or of `index=[...]` of its put, one per line.
+    Without `fields`, it is the value's only field if that is a string, else the whole value as JSON. With `index=False`
+    a search by meaning returns the item last, without a score.
 
     `facts` is by default in Chroma at `path`, or in memory, with `embedder` (by default the bundled MiniLM). Each
-    namespace of LangGraph is one of ours (`namespace_of`); facts that others put into these are skipped. `ttl` is
-    LangGraph's: expired items are never returned, and `sweep_ttl` deletes their packs.
+    namespace of LangGraph is one of ours (`namespace_of`). `ttl` is LangGraph's: expired items are never returned, and
+    `sweep_ttl` deletes their packs.
 
     In a filter, values that cannot be ordered do not match. Raises `FactError` for a value that JSON cannot express or
     a ttl of 0 minutes or less, `PackError` for a text longer than half of the model's positions.

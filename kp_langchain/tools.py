@@ -47,11 +47,9 @@ def create_pack_search_tool(
 def resolve_documents(found: Iterable[Document | str], store: Packs | PackView | str) -> list[Document]:
     """Documents and handles as documents of text, to show to people and to cite.
 
-    A document's text replaces its handle; all else stays. A string, or a document from another retriever, may hold
-    several handles and gives one document for each. Handles inside the text of a fact are not resolved. Input that
-    resolves to nothing stays as it is.
-
-    Pass a view, `store.view("mine")`, wherever handles come from somebody else: a store is read in all its namespaces.
+    A document's text replaces its handle; all else stays. A string, or a document from another retriever, gives one
+    document for each of its handles. Handles inside the text of a fact are not resolved. Pass a view,
+    `store.view("mine")`, wherever handles come from somebody else: a store is read in all its namespaces.
     """
     documents, store = list[Document](), _opened(store)
     for item in found:

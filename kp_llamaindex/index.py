@@ -36,17 +36,10 @@ from kp_core.engines.request import CompiledFor, refuse_unknown
 from kp_core.errors import FactError
 from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
-from kp_llamaindex.filters import to_where
 from kp_llamaindex.llm import KnowledgePackLLM
 from kp_llamaindex.messages import pack_place
-from kp_llamaindex.nodes import REF_DOC, REF_HASH, NumberSources, to_fact, to_node
-from kp_llamaindex.retriever import (
-    PACKING,
-    KnowledgePackRetriever,
-    check_content,
-    delivery_of,
-    parameters,
-)
+from kp_llamaindex.nodes import REF_DOC, REF_HASH, NumberSources, to_fact, to_node, to_where
+from kp_llamaindex.retriever import PACKING, KnowledgePackRetriever, check_content, delivery_of, parameters
 
 __all__ = ["KnowledgePackIndex", "KnowledgePackVectorStore"]
 
@@ -69,12 +62,11 @@ class KnowledgePackIndex(VectorStoreIndex):
 
     The pack of a node holds what a text node would give the model: its text, and the metadata that is not in
     `excluded_llm_metadata_keys`. The fact store embeds the same text, whatever embedding the node has. Blank nodes are
-    left out, and known nodes cost nothing: a node is known if its id is stored, or if the same text came from a
-    document with the same text and metadata, as documents get new ids whenever they are read.
+    left out. A node is known if its id is stored, or if the same text came from a document with the same text and
+    metadata, as documents get new ids whenever they are read.
 
-    `compiled_for` is the position packs are compiled for; by default that of the first node in LlamaIndex's own
-    question prompt. There a pack is read straight from the store; anywhere else its KV is computed once (see
-    `pack_place`). Other `packing` is as for `KnowledgePackRetriever`.
+    `compiled_for` is by default the position of the first node in LlamaIndex's own question prompt (see `pack_place`).
+    Other `packing` is as for `KnowledgePackRetriever`.
 
     `llm` is the default LLM of the engines: a `KnowledgePackLLM` on the same engine, store and namespace unless given.
     An LLM of another class cannot resolve handles, so it gets nodes as text. `transformations` cut documents into
@@ -196,14 +188,6 @@ class KnowledgePackIndex(VectorStoreIndex):
         logger.warning("%s resolves no handles; nodes go to it as text.", type(llm or self.llm).__name__)
         return {**settings, "content": "text"}
 
-    def insert_nodes(self, nodes: Sequence[BaseNode], **_: Any) -> None:
-        """Add nodes to the fact store and compile their packs."""
-        self.vector_store.add(list(nodes))
-
-    async def ainsert_nodes(self, nodes: Sequence[BaseNode], **_: Any) -> None:
-        """As `insert_nodes`, in a thread."""
-        await self.vector_store.async_add(list(nodes))
-
     def refresh_ref_docs(self, documents: Sequence[Document], **_: Any) -> list[bool]:
         """Insert new documents and update changed ones. Returns for each of `documents` whether it was either."""
         facts = self.as_vector_store().facts_with(REF_DOC, [document.id_ for document in documents])
@@ -222,8 +206,7 @@ class KnowledgePackIndex(VectorStoreIndex):
 class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
     """The facts of a `KnowledgePackIndex`, as a vector store of LlamaIndex that finds them as packs.
 
-    As the vector store of an `IngestionPipeline`, it follows documents that change or are deleted, with their packs. It
-    must also be the pipeline's last step, as a pipeline stores no nodes without embeddings.
+    In an `IngestionPipeline`, it must also be the last step, as a pipeline stores no nodes without embeddings.
     """
 
     stores_text: bool = True

@@ -54,16 +54,12 @@ _BY_CALL = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
 class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
     """A model whose messages may hold handles; each is replaced by the knowledge of its pack.
 
-    Its settings, and the errors it raises for them, are those of `kp_core.settings.ModelSettings`. Other errors are
-    those of the engine. A completion is a chat of one user message, whether or not it is `formatted`.
+    Its settings, and the errors it raises for them, are those of `kp_core.settings.ModelSettings`. A completion is a
+    chat of one user message, whether or not it is `formatted`.
 
     `raw` of a response (of the last one in a stream) holds `usage`, `timings` and `finish_reason`. Its `prompt_tokens`
-    are those that the messages sent; tokens that packs delivered are `pack_tokens`. Reasoning comes as a
-    `ThinkingBlock`, tool calls as `ToolCallBlock`s. A grammar holds tool calls to their schemas, and the answer to
-    `response_schema`.
-
-    Async methods work in threads and do not block the event loop. `metadata` needs the engine: read it before the loop
-    runs, or pass an `engine`.
+    leave out `pack_tokens`, which packs delivered. A grammar holds tool calls and `response_schema` to their schemas.
+    Async methods work in threads. `metadata` needs the engine: read it before the loop runs, or pass an `engine`.
 
     In serialised form, a store is its path. An engine, a steering, a composer and a store without a path become
     markers; they must be given again.

@@ -25,13 +25,12 @@ __all__ = ["KnowledgePackMemoryBlock"]
 class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     """Turns that a `Memory` flushes become packs in `store`. Their handles come back in the system message.
 
-    The prompt grows by at most `max_handles` short lines, however long the conversation is: if there are more packs,
-    they are compiled into one. The LLM must resolve handles of `namespace` in the same store. Unless it was given
-    another `keep`, it keeps the KV that it computes behind them (`"always"`), so that a restart computes none of it
-    again.
+    The prompt grows by at most `max_handles` short lines: if there are more packs, they are compiled into one. The LLM
+    must resolve handles of `namespace` in the same store. Unless it was given another `keep`, it keeps the KV that it
+    computes behind them (`"always"`).
 
-    `model_dump` returns the state of a block: handles, the store's path and the settings. The texts are in the store
-    (`text()`). To go on after a restart: `KnowledgePackMemoryBlock(**data, engine=engine)`.
+    `model_dump` returns the state of a block: handles, the store's path and the settings. To go on after a restart:
+    `KnowledgePackMemoryBlock(**data, engine=engine)`.
 
     Each flushed message is a line `role: text`. Handles in messages of `trusted_roles`, such as search results, are
     replaced by their texts, so that they are remembered. A handle anywhere else becomes plain text.

@@ -38,12 +38,9 @@ MEMORY = "memory"
 def to_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """LlamaIndex messages as dictionaries with `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`.
 
-    Text blocks of one message are joined by a line feed, as in `ChatMessage.content`. A tool message gets the name of
-    the call that it answers. Tool calls whose arguments did not parse are left out, as no template could show them.
-    Thinking is not sent; neither are cache points, which reuse makes needless.
-
-    Raises `UnsupportedContentError` for images, audio, video and files, `PromptError` for other objects than
-    `ChatMessage`.
+    A tool message gets the name of the call that it answers. Tool calls whose arguments did not parse are left out, as
+    no template could show them; so are thinking and cache points. Raises `UnsupportedContentError` for images, audio,
+    video and files, `PromptError` for other objects than `ChatMessage`.
     """
     names: dict[object, str] = {}
     converted = []
@@ -82,12 +79,10 @@ def pack_place(template: BasePromptTemplate, llm: LLM | None = None, variable: s
 class Answer:
     """Builds the responses for one answer. Each response holds the whole message so far.
 
-    The message holds a `ThinkingBlock`, a `TextBlock` and `ToolCallBlock`s, if there are any. The arguments of a call
-    are a string while they stream, and a dictionary in the last response. `additional_kwargs["tool_calls"]` of the
-    message repeats the calls in OpenAI's form, which LlamaIndex's structured streaming looks for.
-
-    Only the last response has `raw`: `usage`, `timings` in seconds and `finish_reason`, all as plain values; and
-    `logprobs`, if asked for: for each token a list of itself and the likeliest others, best first.
+    The arguments of a call are a string while they stream, and a dictionary in the last response.
+    `additional_kwargs["tool_calls"]` of the message repeats the calls in OpenAI's form, which LlamaIndex's structured
+    streaming looks for. Only the last response has `raw` (`usage`, `timings` in seconds and `finish_reason`) and, if
+    asked for, `logprobs`: for each token a list of itself and the likeliest others, best first.
     """
 
     def __init__(self) -> None:

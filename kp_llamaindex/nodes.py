@@ -1,4 +1,4 @@
-"""`PackNode`: a node whose content is a handle for the model, and its text for everybody else."""
+"""`PackNode`, whose content is a handle for the model; nodes as facts, and metadata filters as filters of facts."""
 
 from __future__ import annotations
 
@@ -7,34 +7,47 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Self
+from typing import Any, Self
 
 from llama_index.core.base.llms.types import BaseContentBlock, TextBlock
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle, TextNode
+from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
 
 from kp_core import Fact
+from kp_core.errors import FactError
 from kp_core.facts.base import Value
 from kp_core.packs.handle import inert
 
-__all__ = ["REF_DOC", "REF_HASH", "NumberSources", "PackNode", "to_fact", "to_node"]
+__all__ = ["REF_DOC", "REF_HASH", "NumberSources", "PackNode", "to_fact", "to_node", "to_where"]
 
 logger = logging.getLogger(__name__)
 
 # Metadata keys of a fact: its node as JSON, its document (under LlamaIndex's own name), and the document's hash.
 _NODE, REF_DOC, REF_HASH = "_llama_index_node", "ref_doc_id", "_llama_index_hash"
+_COMPARED = {
+    FilterOperator.EQ: "$eq",
+    FilterOperator.GT: "$gt",
+    FilterOperator.GTE: "$gte",
+    FilterOperator.LT: "$lt",
+    FilterOperator.LTE: "$lte",
+    FilterOperator.IN: "$in",
+    FilterOperator.CONTAINS: "$contains",
+    FilterOperator.TEXT_MATCH: "$contains",
+    FilterOperator.TEXT_MATCH_INSENSITIVE: "$icontains",
+}
+_NEGATED = {FilterOperator.NE: FilterOperator.EQ, FilterOperator.NIN: FilterOperator.IN}
+_TOGETHER = {FilterOperator.ALL: "$and", FilterOperator.ANY: "$or"}
+_OF_LISTS = {FilterOperator.IN, FilterOperator.NIN, FilterOperator.ALL, FilterOperator.ANY}
+_OF_BOTH = {FilterOperator.EQ, FilterOperator.NE}
 
 
 class PackNode(TextNode):
-    """A text node whose content for the model (`MetadataMode.LLM`) is the handle of its pack; in other modes it is its
-    text.
+    """A text node whose content for the model (`MetadataMode.LLM`) is the handle of its pack, and else its text.
 
-    The pack holds exactly what the text node would give the model: the text, and the metadata that is not in
-    `excluded_llm_metadata_keys`. If its text, or metadata that the model sees, was rewritten since, the node gives the
-    text again, with a logged warning. So rerankers, redactors and window replacers still work.
-
-    `class_name()` stays `TextNode`: code that reads a stored `PackNode` without this class gets a text node.
+    If its text, or metadata that the model sees, was rewritten since, the node gives the text again, with a logged
+    warning. `class_name()` stays `TextNode`: code that reads a stored `PackNode` without this class gets a text node.
     """
 
     handle: str = Field(default="", description="Handle of the pack; empty for none.")
@@ -57,10 +70,7 @@ class PackNode(TextNode):
         return bool(self.handle) and _digest(self.llm_text()) == self.digest
 
     def llm_text(self) -> str:
-        """What a plain text node would give the model. This is the text of the pack.
-
-        It has no outer blanks, as LlamaIndex's synthesizers and chat engines strip the texts that they join.
-        """
+        """What a plain text node would give the model, without outer blanks, which LlamaIndex's synthesizers strip."""
         return super().get_content(MetadataMode.LLM).strip()
 
     def get_content(self, metadata_mode: MetadataMode = MetadataMode.NONE) -> str:
@@ -108,10 +118,7 @@ def _digest(text: str) -> str:
 
 
 def to_fact(node: BaseNode) -> Fact:
-    """`node` as a fact. Its text is what the model would be given; its metadata holds the whole node.
-
-    The metadata also has the node's own fields that filters can see: strings, numbers, booleans, and lists of them.
-    """
+    """`node` as a fact: its text for the model; in the metadata the whole node, and its fields that filters can see."""
     pack_node = node if isinstance(node, PackNode) else PackNode.from_node(node)
     metadata = {key: _as_field(value) for key, value in pack_node.metadata.items() if key not in {_NODE, REF_HASH}}
     # An uncut document is its own source, as in LlamaIndex's pipelines.
@@ -155,3 +162,39 @@ def to_node(fact: Fact, handle: str = "") -> PackNode:
         excluded_embed_metadata_keys=list(metadata),
     )
     return PackNode.from_node(node, handle)
+
+
+def to_where(filters: MetadataFilters) -> dict[str, Any]:
+    """Convert `filters`, which may be nested, to a filter of facts (see `kp_core.facts.filters`).
+
+    Each operator means what LlamaIndex says. A string is compared with a number as the number it spells; values that
+    cannot be compared do not match. Raises `FactError` for an operator that cannot be used with its value.
+    """
+    parts = [to_where(part) if isinstance(part, MetadataFilters) else _where(part) for part in filters.filters]
+    if not parts:
+        return {}
+    if filters.condition == FilterCondition.NOT:
+        return {"$not": {"$or": parts}}
+    return {"$or" if filters.condition == FilterCondition.OR else "$and": parts}
+
+
+def _where(wanted: MetadataFilter) -> dict[str, Any]:
+    key, operator, value = wanted.key, wanted.operator, wanted.value
+    if operator == FilterOperator.IS_EMPTY:
+        return {"$or": [{key: {"$exists": False}}, {key: ""}, {key: "[]"}]}
+    if value is None or (operator not in _OF_BOTH and isinstance(value, list) is not (operator in _OF_LISTS)):
+        expected = "a list" if operator in _OF_LISTS else "one value"
+        raise FactError(f"Got the filter {key!r} {operator.value} {value!r}; expected {expected} to compare with.")
+    if operator in _NEGATED:
+        return {"$not": _where(wanted.model_copy(update={"operator": _NEGATED[operator]}))}
+    if operator in _TOGETHER:
+        parts = [{key: {"$contains": item}} for item in value] if isinstance(value, list) else []
+        nothing: dict[str, Any] = {"$exists": True} if operator == FilterOperator.ALL else {"$in": []}
+        return {_TOGETHER[operator]: parts} if parts else {key: nothing}
+    if isinstance(value, list) and operator == FilterOperator.EQ:
+        return {key: json.dumps(value)}  # A fact stores a list as JSON.
+    condition: dict[str, Any] = {_COMPARED[operator]: value}
+    samples = value if isinstance(value, list) else [value]
+    if "contains" not in _COMPARED[operator] and samples and not isinstance(samples[0], str):
+        condition = {"$number": condition}
+    return {key: condition}

@@ -22,10 +22,9 @@ from kp_core.engines.request import CompiledFor, refuse_unknown
 from kp_core.errors import FactError
 from kp_core.facts import Hit, Reranker
 from kp_core.packs.view import Packs
-from kp_llamaindex.filters import to_where
 from kp_llamaindex.llm import KnowledgePackLLM
 from kp_llamaindex.messages import pack_place
-from kp_llamaindex.nodes import PackNode, to_node
+from kp_llamaindex.nodes import PackNode, to_node, to_where
 
 __all__ = [
     "PACKING",
@@ -67,12 +66,11 @@ class KnowledgePackRetriever(BaseRetriever):
     """Finds facts of `namespace` in `fact_store`. Returns each as a `PackNode` with the handle of its pack in `store`.
 
     The model gets the handle; everybody else (rerankers, evaluators, citations, people) reads the text. With
-    `content="text"` the nodes have no handle, for comparison and for models that do not resolve handles.
+    `content="text"` the nodes have no handle.
 
     `filters` selects facts by the metadata of their nodes. `probes`, `score_cutoff` (its `score_threshold`) and
     `rerank` are those of `kp_core.delivery.Delivery.search`. Scores are cosines. `packing`: `engine`, `namespace`,
-    `unit`, `compiled_for`, `lazy`, `precompile` and `compress`, as in `Delivery`. Without an engine, facts without a
-    pack go as text, with a logged warning.
+    `unit`, `compiled_for`, `lazy`, `precompile` and `compress`, as in `Delivery`.
 
     Raises `OptionError` for options that do not exist, and the errors of `FactStore.search`.
     """
@@ -120,9 +118,8 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
     """Turns the nodes of any retriever into `PackNode`s of packs in `store`. Text, metadata, scores and order stay.
 
     A new node is compiled by `engine` for the position `compiled_for`, by default that of the first node in
-    LlamaIndex's own question prompt. `packing` is as for `KnowledgePackRetriever`: by default a node goes as
-    text the first time, and is compiled when the engine is idle. Nodes of images and nodes without text
-    stay as they are. Put it last, behind rerankers and whatever rewrites nodes.
+    LlamaIndex's own question prompt. `packing` is as for `KnowledgePackRetriever`. Nodes of images and nodes without
+    text stay as they are. Put it last, behind rerankers and whatever rewrites nodes.
 
         engine = index.as_query_engine(llm=llm, node_postprocessors=[KnowledgePackPostprocessor(engine=..., store=...)])
     """

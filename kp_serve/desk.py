@@ -206,15 +206,12 @@ class Desk:
         if any(name.startswith("kp:") for name in origin):
             raise HTTPError(400, "Got a name in 'provenance' that begins with 'kp:'. These are for edits and seals.")
         self.refuse_special(text)
-        job = await asyncio.to_thread(self.template.tokenise_pack, text, placement)
-        prefix = job.prompt.prefix_of(job.prompt.spans[0])
+        prefix, token_ids = await asyncio.to_thread(self.template.tokenise_pack, text, placement)
         limits = await _served(visit)
-        ids = [*prefix.token_ids, *job.token_ids]
+        ids = [*prefix, *token_ids]
         if len(ids) >= limits["max_positions"]:
-            raise HTTPError(
-                400, f"The text has {len(job.token_ids)} tokens; the model reads {limits['max_positions']}."
-            )
-        pack = KnowledgePack(text, pack_namespace, job.token_ids, prefix, self.identity, provenance=origin)
+            raise HTTPError(400, f"The text has {len(token_ids)} tokens; the model reads {limits['max_positions']}.")
+        pack = KnowledgePack(text, pack_namespace, token_ids, prefix, self.identity, provenance=origin)
         handle = await asyncio.to_thread(self.store.put, pack)
         report = await asyncio.to_thread(self._described, handle, pack.key)
         if report["compiled"]:  # E.g. by an interrupted build that now runs again.
@@ -225,7 +222,7 @@ class Desk:
     async def fill(self, visit: Visit, pack: KnowledgePack) -> None:
         """Have the server compute and store the KV of a pack that has none."""
         rights = Rights((pack.namespace,), salt_of(visit.access.namespaces, self.key), save=True)
-        ids = [*pack.prefix.token_ids, *pack.token_ids]
+        ids = [*pack.prefix, *pack.token_ids]
         await self.prefill(visit, ids, rights, "The pack is stored as text; compiling it failed")
         self.counts.update(packs_compiled=1)
 

@@ -193,7 +193,7 @@ async def _moved(desk: Desk, visit: Visit, field: dict[str, Any], ids: list[int]
             visit.need_write()
             await desk.fill(visit, pack)
             computed += len(span_ids)  # Without the prefix, which is not counted again.
-        parts.append(PackPart(start, span_ids, handle, prefix.token_ids))
+        parts.append(PackPart(start, span_ids, handle, prefix))
     return laid_steps(visit.access.namespaces, desk.key, ids, parts, starts), computed
 
 
@@ -214,7 +214,7 @@ def _embedded(desk: Desk, prefix: Prefix, token_ids: Sequence[int], soft: Packet
     """Input embeddings of a prefix and a wrapped pack, `(tokens, hidden)`."""
     header, trailer = soft.header, soft.trailer
     text_ids = token_ids[len(header) : len(token_ids) - len(trailer)]
-    tokens = desk.embeddings([*prefix.token_ids, *text_ids])
+    tokens = desk.embeddings([*prefix, *text_ids])
     parts = (tokens[: len(prefix)], header, tokens[len(prefix) :], trailer)
     dtype: torch.dtype = getattr(torch, desk.identity.dtype)
     return torch.cat([part.to(tokens.dtype) for part in parts]).to(dtype)

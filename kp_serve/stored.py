@@ -19,7 +19,7 @@ from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
 from kp_core.packs.kept import KeptEntry
-from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
+from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.store import PackStore, entry_of
 from kp_core.rope import Rope
 from kp_serve.asked import blocks_of
@@ -244,14 +244,13 @@ class StoredKV:
         stored = self.store.peek(handle, key)
         if stored is None:
             return
-        prefix = Prefix(part.prefix)
-        new_pack = replace(stored, token_ids=part.token_ids, prefix=prefix, fingerprint=self.model, kv=kv)
+        new_pack = replace(stored, token_ids=part.token_ids, prefix=part.prefix, fingerprint=self.model, kv=kv)
         self.store.put(self.store.sealed(new_pack).compressed(self._compress))
         if new_pack.key != key:  # A text that was stored for another engine has a second entry now.
             self.store.note_change()
 
     def _key(self, part: PackPart) -> tuple[Handle, PackKey]:
-        return Handle.parse(part.handle), PackKey(part.model or self.model, Prefix(part.prefix))
+        return Handle.parse(part.handle), PackKey(part.model or self.model, part.prefix)
 
 
 def is_compiled(store: PackStore, handle: Handle, key: PackKey) -> bool:
@@ -289,7 +288,7 @@ class _Index:
         for entry in versions.keys() - (self._known.keys() - stale):
             pack = self._store.look(*entry)
             if pack is not None and self._serves(pack):
-                prefix, ids = pack.prefix.token_ids, pack.token_ids
+                prefix, ids = pack.prefix, pack.token_ids
                 packs_by_start = self._found.setdefault(prefix, defaultdict(dict))
                 packs_by_start[ids[:_FIRST]][entry] = PackPart(
                     len(prefix), ids, str(entry[0]), prefix, pack.fingerprint

@@ -68,7 +68,7 @@ def movable(prompt: Prompt) -> tuple[Span, ...]:
     """
     by_prefix = {}
     for span in prompt.spans:
-        pack, prefix = span.pack, span.pack.prefix.token_ids
+        pack, prefix = span.pack, span.pack.prefix
         is_home = len(prefix) == span.start and prompt.token_ids[: span.start] == prefix
         fits = pack.token_ids == prompt.token_ids[span.start : span.stop] and (pack.kv is not None or pack.stored_bytes)
         if fits and not is_home and not span.recognised:

@@ -103,7 +103,7 @@ def _plans(wanted: Callable[[Prefix, Sequence[int]], Plan], positive: Prompt, ne
     """Plans for the KV of both sides from the first message that differs. Only KV before it may be reused."""
     shared = common_length(positive.token_ids, negative.token_ids)
     start = max((at for at in positive.breaks if at <= shared), default=0)
-    prefix = Prefix(positive.token_ids[:start])
+    prefix = positive.token_ids[:start]
     return wanted(prefix, positive.token_ids[start:]), wanted(prefix, negative.token_ids[start:])
 
 

@@ -170,7 +170,7 @@ def arranged(turns: Sequence[Turn], orders: Mapping[int, Handles]) -> tuple[tupl
 
 def _stands(prompt: Prompt, reference: PackRef) -> bool:
     """Whether the pack was compiled for a position in `prompt` where some pack begins."""
-    prefix = reference.pack.prefix.token_ids
+    prefix = reference.pack.prefix
     starts = {span.start for span in prompt.spans}
     return len(prefix) in starts and prompt.token_ids[: len(prefix)] == prefix
 

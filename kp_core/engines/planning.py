@@ -158,7 +158,7 @@ class Planner:
         """The plan for `pack` after the prefix that it was compiled for, with nothing after it."""
         start = len(pack.prefix)
         span = Span(start, start + len(pack.token_ids), PackRef("", pack))
-        prompt = Prompt(pack.prefix.token_ids + pack.token_ids, (span,), owner=pack.namespace)
+        prompt = Prompt(pack.prefix + pack.token_ids, (span,), owner=pack.namespace)
         plan, _ = self._sourced(prompt, Request())
         steered = self._steered(plan.prompt, Request(), answering=False)
         return replace(plan, regions=plan_regions(plan.prompt, steered=steered), below=plan) if steered else plan
@@ -170,8 +170,8 @@ class Planner:
 
         All other tokens belong to `namespace`, because the last one may contain the beginning of a pack.
         """
-        ids = (*prefix.token_ids, *token_ids)
-        prompt, regions = Prompt(ids, as_text=tuple(before), owner=namespace), plan_regions(Prompt(prefix.token_ids))
+        ids = (*prefix, *token_ids)
+        prompt, regions = Prompt(ids, as_text=tuple(before), owner=namespace), plan_regions(Prompt(prefix))
         return Plan(prompt, regions, wanted=(len(prefix), len(ids)))
 
     def _sourced(
@@ -187,7 +187,7 @@ class Planner:
         composable = set(request.composer.regions(prompt))
         for span in prompt.spans:
             pack = span.pack
-            is_home = pack.prefix.token_ids == prompt.token_ids[: span.start]
+            is_home = pack.prefix == prompt.token_ids[: span.start]
             fits = pack.token_ids == prompt.token_ids[span.start : span.stop]
             is_exact = is_home and fits and pack.fingerprint == self._identity
             if span.recognised:
@@ -233,14 +233,14 @@ class Planner:
 
     def _compiled(self, span: Span, prompt: Prompt) -> tuple[KnowledgePack, Plan]:
         """The pack of `span` as compiled for its position, without KV, and the plan that computes its KV."""
-        ids, prefix = prompt.token_ids[span.start : span.stop], prompt.prefix_of(span)
+        ids, prefix = prompt.token_ids[span.start : span.stop], prompt.token_ids[: span.start]
         pack = replace(span.pack, token_ids=ids, prefix=prefix, fingerprint=self._identity, kv=None)
         before = [earlier for earlier in (*prompt.spans, *prompt.as_text) if earlier.start < span.start]
         return pack, self.wanted(prefix, ids, pack.namespace, before)
 
     def _stored(self, span: Span, prompt: Prompt, source: PackView | None) -> Span | None:
         """The span with the stored entry of its pack for exactly the tokens before it, if `source` has one."""
-        pack, key = span.pack, PackKey(self._identity, prompt.prefix_of(span))
+        pack, key = span.pack, PackKey(self._identity, prompt.token_ids[: span.start])
         if source is None or pack.steering is not None or not find_handles(span.handle):
             return None
         if pack.fingerprint != self._identity or pack.prefix == key.prefix:
@@ -380,7 +380,7 @@ class Planner:
 
     def _known(self, prompt: Prompt) -> int:
         """How many of the first tokens the template wrote, or are the prefix that a pack here was compiled for."""
-        prefixes = [*self._heads, *(span.pack.prefix.token_ids for span in prompt.spans)]
+        prefixes = [*self._heads, *(span.pack.prefix for span in prompt.spans)]
         return max((len(prefix) for prefix in prefixes if prompt.token_ids[: len(prefix)] == prefix), default=0)
 
     @cached_property
@@ -390,7 +390,7 @@ class Planner:
         roles: tuple[CompiledFor, ...] = ("user", "system")
         for role in roles:
             with suppress(KnowledgePackError):  # Not every template has a system message.
-                heads.append(self._template.prefix(role).token_ids)
+                heads.append(self._template.prefix(role))
         return heads
 
 

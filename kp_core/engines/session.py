@@ -259,18 +259,15 @@ class Session:
             """The plans for the KV of all packs. Each pack is in `waiting` until its KV is computed."""
             for text, details in annotated_texts:
                 try:
-                    tokenised = self.template.tokenise_pack(text, compiled_for, most=limit_tokens)
+                    prefix, token_ids = self.template.tokenise_pack(text, compiled_for, most=limit_tokens)
                 except (ShortTextError, ContextOverflowError) as error:
                     if on_short is None:
                         raise
                     on_short(text, error)
                     continue
-                prefix = tokenised.prompt.prefix_of(tokenised.prompt.spans[0])
                 identity, recorded = self.engine.identity, {**environment, **details}
-                waiting.append(
-                    KnowledgePack(text, namespace, tokenised.token_ids, prefix, identity, provenance=recorded)
-                )
-                yield self._planner.wanted(prefix, tokenised.token_ids, namespace)
+                waiting.append(KnowledgePack(text, namespace, token_ids, prefix, identity, provenance=recorded))
+                yield self._planner.wanted(prefix, token_ids, namespace)
 
         kvs = (None for _ in plans()) if lazy else self.engine.kv(plans())
         for kv in bar_of("Building packs", len(texts), "pack", kvs, shown=progress):

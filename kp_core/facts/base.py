@@ -32,13 +32,12 @@ Filter: TypeAlias = Mapping[str, object]
 class Fact:
     """One piece of knowledge: `text` is embedded and goes into a pack; the other fields describe it.
 
-    The default `id` is the BLAKE2b digest of the text (32 hexadecimal characters), outside the namespace `default` of
-    namespace and text. `namespace` separates knowledge: the fact's pack has the same namespace, and a search may be
-    limited to one. Searches ignore the fact from `expires` on (seconds since 1970, UTC). `version` counts the texts
-    that a store has had under this id, from 1.
+    The default `id` is the BLAKE2b digest of the text, outside the namespace `default` of namespace and text. The
+    fact's pack has the same `namespace`, and a search may be limited to one. Searches ignore the fact from `expires` on
+    (seconds since 1970, UTC). `version` counts the texts that a store has had under this id, from 1.
 
-    Raises `FactError` for a text that is blank or not Unicode (half a surrogate pair), for an unprintable id, and for
-    metadata that JSON cannot express; `HandleError` for an invalid namespace.
+    Raises `FactError` for a text that is blank or not Unicode, for an unprintable id, and for metadata that JSON cannot
+    express; `HandleError` for an invalid namespace.
     """
 
     text: str
@@ -58,7 +57,8 @@ class Fact:
         if not self.id.isprintable():
             raise FactError(f"Got the fact id {self.id!r}; expected printable characters.")
         check_namespace(self.namespace)
-        if self.expires is not None and not (_is_number(self.expires) and abs(self.expires) <= LATEST):
+        is_number = isinstance(self.expires, int | float) and not isinstance(self.expires, bool)
+        if self.expires is not None and not (is_number and abs(self.expires) <= LATEST):
             raise FactError(f"Got expires={self.expires!r}; expected seconds since 1970, or None for never.")
         if type(self.version) is not int or self.version < 1:
             raise FactError(f"Got version={self.version!r} of a fact; expected an integer from 1 on.")
@@ -105,11 +105,7 @@ class Hit:
 
 @dataclass(frozen=True)
 class Added:
-    """The result of adding facts: how many are new, and how many were already stored.
-
-    A fact counts as stored if its namespace has one with the same text. `superseded` are ids for which the store has a
-    later, corrected version, which stays.
-    """
+    """How many facts are new, how many texts were already stored, and the ids whose later, stored version stays."""
 
     added: int = 0
     duplicates: int = 0
@@ -130,10 +126,6 @@ class Reranker(Protocol):
 
     def __call__(self, question: str, hits: Sequence[Hit]) -> list[Hit]:
         """Return all `hits`, best first; they come nearest first."""
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_value(name: str, value: object, depth: int = 0) -> None:

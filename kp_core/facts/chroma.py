@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,36 +21,37 @@ from kp_core.facts.client import FACTS, SCHEMA, check_unlocked, is_url, open_cli
 from kp_core.facts.embed import Embedder, OtherEmbedder, SentenceTransformerEmbedder, as_embedder, normalised
 from kp_core.facts.filters import predicate
 from kp_core.facts.index import blank_room, check_index, repair_mark
-from kp_core.facts.records import OURS, from_others_record, from_record, pushed_down, to_record
 from kp_core.facts.store import BANK_SIZE, FactStore, Row, Vectors, alive
 from kp_core.packs.handle import check_namespace
 
 __all__ = ["ChromaFactStore"]
 
+_OURS = "kp:"  # Prefix of our names in metadata of records and collections.
 _BUNDLED = "all-MiniLM-L6-v2"
 _HNSW = {"space": "cosine", "ef_search": 200}
-_BANK, _BANKS = OURS + "bank", OURS + "banks"
+_BANK, _BANKS = _OURS + "bank", _OURS + "banks"
 _GROWTH, _PAGE = 4, 1000
 _NO_VECTOR = np.zeros(0, np.float32)
 # Check the embedder on this many records of a foreign collection. From this cosine on, it is the same embedder.
 _SAMPLE, _SAME = 4, 0.98
+_LARGEST = 2**63
+_COMPARED = ("$eq", "$gt", "$gte", "$lt", "$lte")
+_FIELDS = ("title", "source", "version", "expires", "digest", "bank")
 
 
 class ChromaFactStore(FactStore):
     """A `FactStore` in Chroma: one collection `kp-<namespace>-facts` per namespace, with texts as documents.
 
-    Metadata is Chroma metadata, and so is the number of a fact's bank. Centroids are in a second collection. The number
-    of banks is metadata of the collection of facts, and is written last.
+    Centroids of banks are in a second collection; the number of banks is metadata of the first, and is written last.
 
     `path` is a folder or the URL of a Chroma server; or pass a `client` (e.g. a `CloudClient`). A folder is for one
     process at a time, readable by its owner only; a server is for any number. `tenant`, `database` and `headers` go to
-    the server; `timeout_s` limits each call. Once a call has returned, its changes are safe, even if the process is
-    killed. Foreign collections and folders are never changed; to read them, see `from_collection`.
+    the server; `timeout_s` limits each call. Once a call has returned, its changes are safe. Foreign collections and
+    folders are never changed; to read them, see `from_collection`.
 
     Without an `embedder`, a folder uses the one it was made with, and a new one the bundled MiniLM. LangChain
-    `Embeddings` and LlamaIndex embeddings work too. `bank_size` is stored with the collections. One process may open
-    the same folder several times. `read_only` locks and changes nothing; changes by other processes become visible when
-    the folder is opened again. Use the store as a context manager, or `close` it.
+    `Embeddings` and LlamaIndex embeddings work too. `read_only` locks and changes nothing; changes by other processes
+    become visible when the folder is opened again. Use the store as a context manager, or `close` it.
 
     Raises `FactStoreLockedError` if another process keeps the folder open for more than `wait` seconds; `FactError` for
     a folder or collection that is not ours, another embedder (both are named), an unreachable server, or nothing to
@@ -121,14 +124,13 @@ class ChromaFactStore(FactStore):
         """Open any Chroma collection as facts of `namespace`: searched, listed and compiled, but never changed.
 
         `collection` is a collection, or its name in a folder, server or client. The name may be omitted if there is
-        only one. Ids, documents and metadata are used unchanged; `title` and `source` of a fact are the metadata of
-        these names. A hit's score is the cosine; for the distance `ip` the dot product; for `l2` over vectors of other
-        lengths a value in the same order. Questions are embedded by `embedder`, else by the collection's own embedding
-        function, else by the bundled MiniLM. A few texts are embedded first to compare their vectors. There are no
-        banks.
+        only one. `title` and `source` of a fact are the metadata of these names. A hit's score is the cosine; for the
+        distance `ip` the dot product; for `l2` over vectors of other lengths a value in the same order. Questions are
+        embedded by `embedder`, else by the collection's own embedding function, else by the bundled MiniLM. There are
+        no banks.
 
         Raises `FactError` if there is no such collection, naming the existing ones, and for an embedder whose vectors
-        differ from those of the collection (both are described).
+        differ from those of the collection.
         """
         where = str(path or "Chroma")
         if collection is None or isinstance(collection, str):
@@ -217,7 +219,6 @@ class ChromaFactStore(FactStore):
                     collection.modify(configuration={"hnsw": {"sync_threshold": 1000, "batch_size": 100}})
 
     def _mend(self, path: Path) -> None:
-        """Repair indexes that a killed process was writing."""
         with self._writing, _told(self.where):
             if (mark := repair_mark(path)).exists():
                 for space in self._spaces(None):
@@ -226,9 +227,9 @@ class ChromaFactStore(FactStore):
 
     def _listed(self) -> dict[str, Any]:
         """Return our fact collections, by namespace."""
-        return {
-            name: collection for collection in self._client.list_collections() if (name := _namespace_of(collection))
-        }
+        ours = ((_about(collection), collection) for collection in self._client.list_collections())
+        facts = ((about.get("namespace"), collection) for about, collection in ours if about.get("kind") == FACTS)
+        return {str(name): collection for name, collection in facts if collection.name == f"kp-{name}-{FACTS}"}
 
     def _own_collections(self) -> list[Any]:
         """Return all collections with our marker; other collections in the database are not ours."""
@@ -258,7 +259,7 @@ class ChromaFactStore(FactStore):
     def _rows(
         self, space: str, *, ids: Sequence[str] | None = None, where: Filter | None = None, vectors: bool = False
     ) -> Iterator[Row]:
-        test = pushed_down(where)
+        test = _pushed_down(where)
         include = ["documents", "metadatas", *["embeddings"] * vectors]
         unique = None if ids is None else list(dict.fromkeys(ids))  # Chroma refuses repeated ids.
         for at in itertools.count(0, _PAGE) if unique is None else range(0, len(unique), _PAGE):
@@ -276,7 +277,7 @@ class ChromaFactStore(FactStore):
         scale = 2 if self._space == "l2" else 1  # For vectors of length 1, half the squared distance is 1 - cosine.
         arguments = {
             "query_embeddings": vectors,
-            "where": pushed_down(where),
+            "where": _pushed_down(where),
             "include": ["documents", "metadatas", "distances"],
         }
         while True:
@@ -298,7 +299,7 @@ class ChromaFactStore(FactStore):
         self, space: str, records: Iterable[tuple[str, str | None, Mapping[str, Any] | None, Any]]
     ) -> Iterator[tuple[Fact, Mapping[str, Any], Any]]:
         """Yield the fact, the metadata and the last column of each record that has a text."""
-        convert = from_record if self.collection is None else from_others_record
+        convert = _from_record if self.collection is None else _from_others_record
         for fact_id, text, metadata, column in records:
             if text and text.strip():
                 yield convert(fact_id, text, metadata, space), metadata or {}, column
@@ -310,7 +311,7 @@ class ChromaFactStore(FactStore):
         cleared = {
             i: dict.fromkeys(metadata or {}) for i, metadata in zip(stored["ids"], stored["metadatas"], strict=True)
         }
-        metadatas = [cleared.get(fact.id, {}) | to_record(fact) for fact in facts]
+        metadatas = [cleared.get(fact.id, {}) | _to_record(fact) for fact in facts]
         if banks is not None:
             metadatas = [record | {_BANK: number} for record, number in zip(metadatas, banks, strict=True)]
         texts = [fact.text for fact in facts]
@@ -379,7 +380,6 @@ class ChromaFactStore(FactStore):
         return dict(current.metadata or {})
 
     def _call(self, collection: Any, name: str, **arguments: Any) -> Any:  # noqa: ANN401
-        """Call a method of a collection; raises `FactError` if it fails."""
         with _told(self.where):
             return getattr(collection, name)(**arguments)
 
@@ -391,10 +391,10 @@ class ChromaFactStore(FactStore):
         with _told(self.where):
             existing = {collection.name: collection.metadata or {} for collection in self._client.list_collections()}
             if name not in existing:
-                metadata = {OURS + key: value for key, value in about.items()}
+                metadata = {_OURS + key: value for key, value in about.items()}
                 settings = {"metadata": metadata, "configuration": {"hnsw": hnsw}, "embedding_function": None}
                 return self._client.get_or_create_collection(name, **settings)
-            if OURS + "kind" not in existing[name]:
+            if _OURS + "kind" not in existing[name]:
                 raise FactError(
                     f"{self.where}: the collection {name!r} is not ours (it lacks our marker), and stays as it is. Use "
                     "another namespace or database, or read it with `ChromaFactStore.from_collection`."
@@ -480,12 +480,6 @@ def _about(collection: Any) -> dict[str, Any]:  # noqa: ANN401
     return {key.removeprefix("kp:"): value for key, value in items if key.startswith("kp:")}
 
 
-def _namespace_of(collection: Any) -> str | None:  # noqa: ANN401
-    marker = _about(collection)
-    is_ours = marker.get("kind") == FACTS and collection.name == f"kp-{marker.get('namespace')}-{FACTS}"
-    return str(marker["namespace"]) if is_ours else None
-
-
 def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder | None:  # noqa: ANN401
     """Return the embedding function that the collection was made with."""
     description = settings.get("embedding_function") or {}
@@ -508,3 +502,92 @@ def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder
     return OtherEmbedder(
         name, lambda texts: asked(function, texts), lambda text: asked(function.embed_query, [text])[0]
     )
+
+
+def _to_record(fact: Fact) -> dict[str, Any]:
+    """Return the metadata of a fact's record: the user's, and ours; what Chroma cannot store is JSON in `kp:more`."""
+    more = {name: value for name, value in fact.metadata.items() if not _holds(name, value)}
+    fields = {
+        "title": fact.title or None,
+        "source": fact.source or None,
+        "expires": fact.expires,
+        "version": fact.version,
+        "digest": fact.digest,
+        "more": json.dumps(more, ensure_ascii=False, default=dict) if more else None,
+        "has_more": bool(more) or None,
+    }
+    plain = {name: value for name, value in fact.metadata.items() if name not in more}
+    return plain | {_OURS + name: value for name, value in fields.items() if value is not None}
+
+
+def _from_record(fact_id: str, text: str, metadata: Mapping[str, Any] | None, namespace: str) -> Fact:
+    extra = dict(metadata or {})
+    own_fields = {name.removeprefix(_OURS): extra.pop(name) for name in list(extra) if name.startswith(_OURS)}
+    more = json.loads(own_fields.get("more", "{}"))
+    arguments = {name: own_fields[name] for name in ("title", "source", "expires", "version") if name in own_fields}
+    return Fact(text, metadata=extra | more, id=fact_id, namespace=namespace, **arguments)
+
+
+def _from_others_record(fact_id: str, text: str, metadata: Mapping[str, Any] | None, namespace: str) -> Fact:
+    """Return the fact of a foreign record; `title` and `source` are the metadata of these names."""
+    values = {name: value for name, value in (metadata or {}).items() if name and name != "_node_content"}
+    title, source = (str(values.get(name) or "") for name in ("title", "source"))
+    return Fact(text, title=title, source=source, metadata=values, id=fact_id, namespace=namespace)
+
+
+def _pushed_down(where: Filter | None) -> dict[str, Any] | None:
+    """Return the part of a filter that Chroma can check; every match of `where` passes it. `None` if there is none."""
+    return _together(
+        "$and", [pushed for name, condition in (where or {}).items() if (pushed := _pushed(name, condition))]
+    )
+
+
+def _pushed(name: str, wanted: object) -> dict[str, Any] | None:
+    if name in {"$and", "$or"} and isinstance(wanted, Sequence):
+        pushed = [_pushed_down(inner) for inner in wanted]
+        expressible = [entry for entry in pushed if entry is not None]
+        return None if name == "$or" and len(expressible) < len(pushed) else _together(name, expressible)
+    if name.startswith("$") or name.removeprefix(_OURS) in {"id", "namespace"}:
+        return None
+    conditions = wanted if isinstance(wanted, Mapping) else {"$eq": wanted}
+    plain = {op: list(v) if isinstance(v, tuple | set | frozenset) else v for op, v in conditions.items()}
+    supported = [(op, value) for op, value in plain.items() if _understood(op, value)]
+    # Our records store the fact's own fields under `kp:` names; foreign collections store title and source under plain
+    # ones.
+    bare = name.removeprefix(_OURS)
+    names = [bare, _OURS + bare] if name in _FIELDS or bare in {"title", "source"} else [name]
+    tests = [test for key in names if (test := _together("$and", [{key: {op: value}} for op, value in supported]))]
+    if tests and (name == bare or bare not in _FIELDS):
+        # The predicate checks values stored as JSON.
+        tests.append({_OURS + "has_more": True})
+    return _together("$or", tests)
+
+
+def _together(how: str, tests: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return {how: tests} if len(tests) > 1 else tests[0] if tests else None
+
+
+def _understood(how: str, value: object) -> bool:
+    # Records do not store an empty title or source.
+    if "" in (value if isinstance(value, list) else [value]):
+        return False
+    # Chroma orders only numbers.
+    compares = how in _COMPARED and _scalar(value) and (how == "$eq" or not isinstance(value, str | bool))
+    return compares or (how == "$in" and _is_uniform(value))
+
+
+def _scalar(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)  # Servers are asked in JSON, which has no other floats.
+    return isinstance(value, str | bool) or (isinstance(value, int) and -_LARGEST <= value < _LARGEST)
+
+
+def _holds(name: str, value: object) -> bool:
+    # Chroma does not accept names that begin with `$` or `#`.
+    if not name or name.startswith((_OURS, "chroma:", "$", "#")):
+        return False
+    return _scalar(value) or _is_uniform(value)
+
+
+def _is_uniform(value: object) -> bool:
+    return isinstance(value, list) and len({type(item) for item in value}) == 1 and all(map(_scalar, value))

@@ -24,16 +24,7 @@ from kp_core.errors import FactError, FactStoreLockedError
 from kp_core.facts.index import blank_room
 from kp_core.packs.blobs import replace_file
 
-__all__ = [
-    "FACTS",
-    "SCHEMA",
-    "check_unlocked",
-    "is_fact_store",
-    "is_url",
-    "open_client",
-    "prepared",
-    "run_vacuum",
-]
+__all__ = ["FACTS", "SCHEMA", "check_unlocked", "is_fact_store", "is_url", "open_client", "prepared", "run_vacuum"]
 
 FACTS, SCHEMA = "facts", 1
 _MARKER, _LOCK = "kp.json", "kp.lock"
@@ -151,7 +142,7 @@ def prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
 def check_unlocked(path: Path, *, writing: bool) -> None:
     """Raise `FactStoreLockedError` if a process locks the database: Chroma would wait for minutes and ignore signals.
 
-    With `writing`, also if another process is writing. A lock taken later, during a call, is not noticed.
+    With `writing`, also if another process is writing.
     """
     file = path / "chroma.sqlite3"
     if not file.is_file():
@@ -176,8 +167,7 @@ def check_unlocked(path: Path, *, writing: bool) -> None:
 def run_vacuum(path: Path) -> None:
     """Delete removed data from the disk, in a folder that no process has open; raises `FactError` on failure.
 
-    Chroma cuts its change log only up to what its index contains, so every index is written first. While reading the
-    log, Chroma writes leftover memory into unused space of new index files, so that space is overwritten last.
+    Chroma cuts its change log only up to what its index contains, so every index is written first.
     """
     script = Path(sys.executable).with_name("chroma")
     tool = str(script) if script.is_file() else shutil.which("chroma") or "chroma"

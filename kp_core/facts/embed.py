@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Embedder",
     "OtherEmbedder",
-    "QuestionEncoder",
     "SentenceTransformerEmbedder",
     "as_embedder",
     "checked_vectors",
     "normalised",
+    "question_encoder",
 ]
 
 _UNIT_TOLERANCE = 1e-3
@@ -38,6 +38,7 @@ _ENGLISH_BGE = ("bge-small-en", "bge-base-en", "bge-large-en")
 # The English BGE models were trained with this before a question, but their files do not say so.
 _BGE_QUERY_PROMPT = "Represent this sentence for searching relevant passages: "
 _LAYERS, _HEADS, _EPSILON, _MOST = 6, 12, 1e-12, 256  # Of all-MiniLM-L6-v2; it reads at most so many tokens.
+_EMBEDDINGS = ("word", "position", "token_type")
 
 Array = NDArray[np.float32]
 
@@ -78,11 +79,10 @@ def checked_vectors(vectors: ArrayLike, count: int, embedder: Embedder) -> NDArr
 class SentenceTransformerEmbedder:
     """An `Embedder` over sentence-transformers; the first use loads the model.
 
-    `model` is a name on the Hugging Face hub or a folder. `None` is all-MiniLM-L6-v2, which is installed as a package
-    and needs no hub. With a network connection, `BAAI/bge-large-en-v1.5` finds more. Vectors are stored under `name`:
-    by default the model's name, or the last part of the folder's path. `query_prompt` is put before questions; `None`
-    is the model's own prompt, and for English BGE models the one they were trained with. The model embeds `batch_size`
-    texts at a time.
+    `model` is a name on the Hugging Face hub or a folder. `None` is all-MiniLM-L6-v2, which is installed as a package.
+    Vectors are stored under `name`: by default the model's name, or the last part of the folder's path. `query_prompt`
+    is put before questions; `None` is the model's own prompt, and for English BGE models the one they were trained
+    with.
 
     Raises `MissingDependencyError`, on first use, if sentence-transformers or the bundled model is not installed.
     """
@@ -130,8 +130,8 @@ class SentenceTransformerEmbedder:
         return np.asarray(vector, np.float32)
 
     @cached_property
-    def _alone(self) -> QuestionEncoder:
-        return QuestionEncoder(bundled_embedder())
+    def _alone(self) -> Callable[[str], Array]:
+        return question_encoder(bundled_embedder())
 
     def _model(self) -> SentenceTransformer:
         with self._lock:
@@ -193,56 +193,54 @@ def as_embedder(given: object) -> Embedder:
     )
 
 
-class QuestionEncoder:
-    """all-MiniLM-L6-v2 for one question, in numpy: importing its libraries takes seconds, a search milliseconds.
+def question_encoder(folder: Path) -> Callable[[str], Array]:
+    """Load all-MiniLM-L6-v2 for one question, in numpy: importing its libraries takes seconds, a search milliseconds.
 
-    A BERT encoder with mean pooling, loaded from the model's folder. The oracle is sentence-transformers, which embeds
-    documents; the vectors agree to 1e-5.
+    Returns a function from a question to its vector, shape `(384,)`, of length 1. The oracle is sentence-transformers,
+    which embeds documents; the vectors agree to 1e-5.
     """
+    from safetensors.numpy import load_file
+    from tokenizers import Tokenizer
 
-    def __init__(self, folder: Path) -> None:
-        from safetensors.numpy import load_file
-        from tokenizers import Tokenizer
+    weights: dict[str, Array] = load_file(folder / "model.safetensors")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(_MOST)
+    return lambda text: _encoded(weights, tokenizer.encode(text.strip()).ids)
 
-        self._weights: dict[str, Array] = load_file(folder / "model.safetensors")
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(_MOST)
 
-    def __call__(self, text: str) -> Array:
-        """Return the vector of `text`, shape `(384,)`, of length 1."""
-        ids = self._tokenizer.encode(text.strip()).ids
-        words, places, types = (
-            self._weights[f"embeddings.{name}_embeddings.weight"] for name in ("word", "position", "token_type")
-        )
-        x = self._normed(words[ids] + places[: len(ids)] + types[0], "embeddings")
-        for layer in range(_LAYERS):
-            name = f"encoder.layer.{layer}"
-            x = self._normed(x + self._attended(x, f"{name}.attention"), f"{name}.attention.output")
-            inner = _gelu(self._linear(x, f"{name}.intermediate.dense"))
-            x = self._normed(x + self._linear(inner, f"{name}.output.dense"), f"{name}.output")
-        pooled: Array = x.mean(axis=0)
-        return pooled / np.linalg.norm(pooled)
+def _encoded(weights: Mapping[str, Array], ids: Sequence[int]) -> Array:
+    """Return the vector of these tokens: a BERT encoder with mean pooling."""
+    words, places, types = (weights[f"embeddings.{name}_embeddings.weight"] for name in _EMBEDDINGS)
+    x = _normed(weights, words[ids] + places[: len(ids)] + types[0], "embeddings")
+    for layer in range(_LAYERS):
+        name = f"encoder.layer.{layer}"
+        x = _normed(weights, x + _attended(weights, x, f"{name}.attention"), f"{name}.attention.output")
+        inner = _gelu(_linear(weights, x, f"{name}.intermediate.dense"))
+        x = _normed(weights, x + _linear(weights, inner, f"{name}.output.dense"), f"{name}.output")
+    pooled: Array = x.mean(axis=0)
+    return pooled / np.linalg.norm(pooled)
 
-    def _attended(self, x: Array, name: str) -> Array:
-        heads = (
-            self._linear(x, f"{name}.self.{part}").reshape(len(x), _HEADS, -1) for part in ("query", "key", "value")
-        )
-        query, key, value = (head.transpose(1, 0, 2) for head in heads)
-        scores = query @ key.transpose(0, 2, 1) / np.float32(math.sqrt(query.shape[-1]))
-        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        mixed = shares / shares.sum(axis=-1, keepdims=True) @ value
-        return self._linear(mixed.transpose(1, 0, 2).reshape(x.shape), f"{name}.output.dense")
 
-    def _linear(self, x: Array, name: str) -> Array:
-        output: Array = x @ self._weights[f"{name}.weight"].T + self._weights[f"{name}.bias"]
-        return output
+def _attended(weights: Mapping[str, Array], x: Array, name: str) -> Array:
+    parts = (_linear(weights, x, f"{name}.self.{part}") for part in ("query", "key", "value"))
+    query, key, value = (part.reshape(len(x), _HEADS, -1).transpose(1, 0, 2) for part in parts)
+    scores = query @ key.transpose(0, 2, 1) / np.float32(math.sqrt(query.shape[-1]))
+    shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    mixed = shares / shares.sum(axis=-1, keepdims=True) @ value
+    return _linear(weights, mixed.transpose(1, 0, 2).reshape(x.shape), f"{name}.output.dense")
 
-    def _normed(self, x: Array, name: str) -> Array:
-        centred = x - x.mean(axis=-1, keepdims=True)
-        scaled = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + np.float32(_EPSILON))
-        output: Array = scaled * self._weights[f"{name}.LayerNorm.weight"] + self._weights[f"{name}.LayerNorm.bias"]
-        return output
+
+def _linear(weights: Mapping[str, Array], x: Array, name: str) -> Array:
+    output: Array = x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+    return output
+
+
+def _normed(weights: Mapping[str, Array], x: Array, name: str) -> Array:
+    centred = x - x.mean(axis=-1, keepdims=True)
+    scaled = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + np.float32(_EPSILON))
+    output: Array = scaled * weights[f"{name}.LayerNorm.weight"] + weights[f"{name}.LayerNorm.bias"]
+    return output
 
 
 def _gelu(x: Array) -> Array:

@@ -48,8 +48,8 @@ def damaged_indexes(folder: Path) -> list[Path]:
 def check_index(folder: Path, lock: FileLock | None) -> None:
     """Check the indexes before Chroma reads them: the first writer of this process deletes damaged ones.
 
-    The folder is then marked (`repair_mark`) until its vectors are made anew. A reader has no lock, so it waits in case
-    a writer is still writing; raises `FactError` if the damage stays.
+    The folder is then marked (`repair_mark`) until its vectors are made anew. A reader waits in case a writer is still
+    writing; raises `FactError` if the damage stays.
     """
     if lock is not None:
         if lock.lock_counter == 1 and (damaged := damaged_indexes(folder)):
@@ -71,8 +71,7 @@ def check_index(folder: Path, lock: FileLock | None) -> None:
 def blank_room(folder: Path) -> None:
     """Overwrite the unused space at the end of each index file; no process may be writing them.
 
-    Chroma creates an index with space for a hundred elements and fills it with leftover memory, which may contain
-    deleted text. It later overwrites each element as a whole, but never clears the unused space.
+    Chroma creates an index with space for a hundred elements, filled with leftover memory that may hold deleted text.
     """
     for index in _our_indexes(folder):
         with suppress(OSError, struct.error):

@@ -34,9 +34,8 @@ class LexicalReranker:
     """Adds BM25 over the hits' titles and texts to their cosines, both scaled to [0, 1].
 
     This separates names and numbers that an embedder cannot tell apart. The sum of scaled scores found more than
-    reciprocal rank fusion in our measurements (`benchmarks.routing`), as in Bruch et al. (2023, "An analysis of fusion
-    functions for hybrid retrieval"). The weight of a word depends on how few of the hits have it, so no index over all
-    facts has to follow changes of the store.
+    reciprocal rank fusion (`benchmarks.routing`; Bruch et al. 2023). The weight of a word depends on how few of the
+    hits have it, so there is no index over all facts.
 
     Raises `FactError` for a depth below 1, `MissingDependencyError` if bm25s is not installed.
     """

@@ -54,13 +54,11 @@ class Row(NamedTuple):
 class FactStore(ABC):
     """Finds facts for a question. Facts are grouped by namespace, and within it into banks of about `bank_size` (§2.3).
 
-    The name of a bank is its namespace and its number there, e.g. `default/3`. `rebuild` makes the banks; otherwise
-    their first use does. A fact added or updated later joins the bank with the nearest centroid, however large the bank
-    is. When banks hold twice `bank_size` on average, their next use makes them anew. All methods are thread-safe.
-    `namespace=None` means all namespaces.
+    The name of a bank is its namespace and its number there, e.g. `default/3`. `rebuild`, or their first use, makes the
+    banks. A later fact joins the bank with the nearest centroid. When banks hold twice `bank_size` on average, their
+    next use makes them anew. All methods are thread-safe. `namespace=None` means all namespaces.
 
-    A subclass stores the rows by namespace, in the order they were added, expired ones included, and the number of each
-    fact's bank with the fact.
+    A subclass stores the rows by namespace, in the order they were added, expired ones included.
     """
 
     def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE) -> None:
@@ -152,11 +150,10 @@ class FactStore(ABC):
         """Return the `k` facts nearest to `question`, best first; fewer only if there are fewer.
 
         `probes=None` searches all facts. A number searches only the `probes` banks with the nearest centroids, as in
-        the paper, and further ones, nearest first, until there are `k` facts. `where` filters facts (see
-        `kp_core.facts.filters`). `rerank` sorts the best `rerank.depth` hits, and the first `k` are returned.
+        the paper, and further ones until there are `k` facts. `where` filters facts (see `kp_core.facts.filters`).
+        `rerank` sorts the best `rerank.depth` hits.
 
-        Raises `FactError` for a blank question, for `k` or `probes` below 1, for an invalid filter, for a `rerank` that
-        is no `Reranker`, and if the store is empty.
+        Raises `FactError` for a blank question, invalid arguments, and an empty store.
         """
         shortlist_size = hits_wanted(k, rerank)
         if probes is not None and (not isinstance(probes, int) or probes < 1):
@@ -251,12 +248,12 @@ class FactStore(ABC):
     def add(self, facts: Iterable[Fact], *, ttl: float | None = None, overwrite: bool = False) -> Added:
         """Add `facts` in batches, so any number is fine; batches before an error stay.
 
-        A text that its namespace already has is not stored again; its first fact stays. `ttl`: seconds until facts
-        without `expires` expire. Raises `FactError` for an id that its namespace has with another text, unless that
-        text is a correction (version above 1): then the correction stays, and the result lists the id.
+        A text that its namespace already has is not stored again. `ttl`: seconds until facts without `expires` expire.
+        Raises `FactError` for an id that its namespace has with another text, unless that text is a correction (version
+        above 1), which stays.
 
-        With `overwrite`, ids decide instead of texts. A fact replaces the one with its id, and is its next version if
-        the text differs. Facts with different ids may have the same text, e.g. chunks of several documents.
+        With `overwrite`, ids decide instead of texts: a fact replaces the one with its id, and is its next version if
+        the text differs.
         """
         if ttl is not None and not 0 < ttl <= LATEST:
             raise FactError(f"Got ttl={ttl}; expected seconds above 0, or None for never.")
@@ -302,11 +299,7 @@ class FactStore(ABC):
                 self._make_banks(space)
 
     def verify(self, *, repair: bool = False) -> list[str]:
-        """Return the problems found, one sentence each; with `repair`, fix them.
-
-        Compares counts, the vectors of a sample of facts with newly embedded ones, and banks with facts. `repair`
-        embeds all facts of a damaged namespace anew; the next use of its banks makes them anew.
-        """
+        """Return the problems in counts, vectors of a sample and banks; `repair` embeds damaged namespaces anew."""
         problems = []
         with self._writing:
             for space in self._spaces(None):
@@ -406,7 +399,6 @@ class FactStore(ABC):
         logger.info("Made %d banks of %d facts of %r.", len(centroids), len(rows), space)
 
     def _renew(self, space: str) -> None:
-        """Embed all facts of a namespace anew."""
         rows = self._rows(space)
         while batch := [row.fact for row in itertools.islice(rows, _BATCH)]:
             self._put(space, batch, self._embed(batch))
@@ -456,8 +448,7 @@ def _name(namespace: str, number: int) -> str:
 def cluster(vectors: Vectors, bank_size: int) -> tuple[NDArray[np.int32], Vectors]:
     """Cluster `vectors`, `(n, dimensions)`; returns the bank of each, and the centroids, `(banks, dimensions)`.
 
-    Banks are numbered from 0 and hold about `bank_size` vectors, at most `LARGEST` times that. A centroid is the
-    normalised mean. Raises `MissingDependencyError` if scikit-learn is not installed.
+    Banks hold about `bank_size` vectors, at most `LARGEST` times that. A centroid is the normalised mean.
     """
     with needing("Making banks needs scikit-learn", "chroma"):
         from sklearn.cluster import KMeans

@@ -18,16 +18,7 @@ from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import Buffer
 
-__all__ = [
-    "COMPRESSIONS",
-    "Compression",
-    "check_compression",
-    "decode",
-    "digest",
-    "encode",
-    "in_threads",
-    "rounded",
-]
+__all__ = ["COMPRESSIONS", "Compression", "check_compression", "decode", "digest", "encode", "in_threads", "rounded"]
 
 Compression: TypeAlias = Literal["none", "lossless", "int8"]
 """How the KV of a pack is stored. `lossless`: zstd compresses the most significant byte of each number, which holds

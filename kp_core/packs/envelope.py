@@ -21,17 +21,7 @@ from torch import Tensor
 from kp_core.errors import PackCorruptError, PackVersionError
 from kp_core.packs.blobs import Buffer, replace_file
 
-__all__ = [
-    "DTYPES",
-    "Envelope",
-    "from_json",
-    "header_entries",
-    "header_stop",
-    "mapping",
-    "raw",
-    "string",
-    "to_json",
-]
+__all__ = ["DTYPES", "Envelope", "from_json", "header_entries", "header_stop", "mapping", "raw", "string", "to_json"]
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
 """The dtypes a tensor may have, and their safetensors names."""
@@ -43,11 +33,10 @@ _ALIGNMENT = 64  # Tensor data begins on a cache line, for readers that map the 
 
 @dataclass(frozen=True)
 class Envelope:
-    """A kind of file: its `format`, the metadata entry with its JSON, and the versions that can be read.
+    """A kind of file: its `format`, the metadata entry with its JSON, and the `versions` we read (we write the last).
 
-    We write the last of `versions`. The digest covers the version and the JSON, and with `covers_tensors` also the
-    tensors. Without it, the JSON holds digests of the tensors, and the reader checks them. `advice` tells the user what
-    to do with a file of another version.
+    The digest covers the version and the JSON, and with `covers_tensors` also the tensors. Without it, the JSON holds
+    digests of the tensors, and the reader checks them. `advice` says what to do with a file of another version.
     """
 
     format: str
@@ -69,8 +58,7 @@ class Envelope:
     def read_head(self, head: bytes) -> tuple[str, str, dict[str, object]]:
         """Check a `head` and return version, JSON text and tensor entries, for files whose digest covers the JSON.
 
-        Raises `PackCorruptError` if the metadata is damaged, `PackVersionError` if it is intact but of a version that
-        this release does not know.
+        Raises `PackCorruptError` for damaged metadata, `PackVersionError` for intact ones of an unknown version.
         """
         metadata, entries = self._metadata(head)
         return *self._checked(metadata, {}), entries

@@ -20,7 +20,7 @@ from kp_core.packs.blobs import Buffer
 from kp_core.packs.codec import COMPRESSIONS, decode, digest, encode, in_threads
 from kp_core.packs.envelope import DTYPES, Envelope, header_entries, header_stop, raw, string, to_json
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.pack import KnowledgePack, Prefix
+from kp_core.packs.pack import KnowledgePack
 
 __all__ = ["VERSION", "PackFile", "encode_pack", "has_mac", "open_pack", "read_header", "read_pack", "with_mac"]
 
@@ -139,8 +139,7 @@ class PackFile:
 def encode_pack(pack: KnowledgePack) -> PackFile:
     """Encode `pack` as a file; equal packs give equal bytes.
 
-    Raises `PackError` for what the format cannot hold: an unsupported dtype, a token id that is not an integer, text
-    that is not Unicode, and a steered pack, because the format holds only what a model computed.
+    Raises `PackError` for what the format cannot hold, e.g. text that is not Unicode, or a steered pack.
     """
     if pack.steering is not None:
         raise PackError(
@@ -176,8 +175,7 @@ def encode_pack(pack: KnowledgePack) -> PackFile:
 def read_header(data: Buffer, size: int | None = None) -> PackFile:
     """Read and check the header of a pack file of `size` bytes; `data` is its beginning, or all of it without `size`.
 
-    Raises `PackCorruptError` if the metadata is damaged, `PackVersionError` if it is intact but of a version that this
-    release does not know.
+    Raises `PackCorruptError` for damaged metadata, `PackVersionError` for intact ones of an unknown version.
     """
     size = len(data) if size is None else size
     return _read_header(bytes(data[: header_stop(data, size)]), size)
@@ -218,8 +216,7 @@ def read_pack(data: Buffer) -> KnowledgePack:
 def _to_json(file: PackFile, version: str = VERSION, cuts: Sequence[int] = ()) -> str:
     """Return the canonical JSON; equal contents give equal strings. Raises `PackCorruptError` for what it cannot hold.
 
-    `cuts` is a field of files of versions 2 to 4: how their prefix was cut into forward passes. It has no meaning
-    today.
+    `cuts` is a field of files of versions 2 to 4 without a meaning today.
     """
     _check(file, cuts)
     pack, prefix, names = file.pack, file.pack.prefix, file.names
@@ -230,7 +227,7 @@ def _to_json(file: PackFile, version: str = VERSION, cuts: Sequence[int] = ()) -
     content: dict[str, object] = {
         "dtype": file.dtype,
         "fingerprint": pack.fingerprint.to_dict(version),
-        "prefix": {"token_ids": prefix.token_ids},
+        "prefix": {"token_ids": prefix},
         "layers": (len(file.shapes) - len(file.states)) // 2,
         "namespace": pack.namespace,
         "provenance": dict(pack.provenance),
@@ -240,7 +237,7 @@ def _to_json(file: PackFile, version: str = VERSION, cuts: Sequence[int] = ()) -
         "tokens": len(pack.token_ids),
     }
     if version != VERSION:
-        content["prefix"] = {"cuts": cuts, "token_ids": prefix.token_ids}
+        content["prefix"] = {"cuts": cuts, "token_ids": prefix}
     if version in ("4", VERSION):
         content["states"] = len(file.states)
     if file.states:
@@ -264,7 +261,7 @@ def _from_json(text: str, version: str) -> PackFile:
             data["text"],
             data["namespace"],
             tuple(data["token_ids"]),
-            Prefix(tuple(prefix["token_ids"])),
+            tuple(prefix["token_ids"]),
             ModelFingerprint.from_dict(data["fingerprint"]),
             provenance=data["provenance"],
             compression=data["compression"] if is_packed else "none",
@@ -292,7 +289,7 @@ def _check(file: PackFile, cuts: Sequence[int]) -> None:
     for text in (pack.text, *texts, *file.digests):
         string(text, "pack")
     # `type(...) is int`, because `isinstance` accepts JSON's true as an integer.
-    for number in chain(pack.token_ids, pack.prefix.token_ids, cuts, *file.shapes, file.stored):
+    for number in chain(pack.token_ids, pack.prefix, cuts, *file.shapes, file.stored):
         if type(number) is not int or not 0 <= number <= _LARGEST_INT:
             raise PackCorruptError(f"Got {number!r}; expected an integer from 0 to 2**53 - 1.")
     if (pack.compression not in COMPRESSIONS) or (bool(file.stored) and pack.compression == "none"):
@@ -326,8 +323,7 @@ def _dtype(name: str) -> torch.dtype:
 def with_mac(pack: KnowledgePack, key: bytes) -> KnowledgePack:
     """Return `pack` with a MAC in its provenance: HMAC-SHA-256 over everything in the entry.
 
-    That is model, text, tokens, prefix, and the digest of each tensor. The digests in a file reveal damage, but anyone
-    who can write to the store can compute them again. The MAC needs the key.
+    The digests in a file reveal damage, but anyone who can write to the store can compute them; the MAC needs the key.
     """
     digests = encode_pack(replace(pack, compression="none")).digests
     return replace(pack, provenance={**pack.provenance, _MAC: _mac(pack, digests, key)})
@@ -344,7 +340,7 @@ def _mac(pack: KnowledgePack, digests: Sequence[str], key: bytes) -> str:
         "digests": list(digests),
         "fingerprint": pack.fingerprint.to_dict(),
         "namespace": pack.namespace,
-        "prefix": pack.prefix.token_ids,
+        "prefix": pack.prefix,
         "provenance": {name: value for name, value in pack.provenance.items() if name != _MAC},
         "text": pack.text,
         "token_ids": pack.token_ids,

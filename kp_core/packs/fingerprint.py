@@ -22,9 +22,8 @@ _EARLIER = re.compile(r"cut by rule (.*) every (.*)", re.DOTALL)
 class ModelFingerprint:
     """Identity of the model, and numerics: everything else that determines the bits of a KV cache.
 
-    Each field is a short readable string or a hexadecimal BLAKE2b digest. Engines with equal fingerprints compute the
-    same keys and values for the same token ids, up to the rounding of their devices. Engines with equal identity and
-    different numerics compute approximately the same.
+    Each field is a short readable string or a hexadecimal BLAKE2b digest. Engines of one identity and different
+    numerics compute approximately the same.
     """
 
     weights: str

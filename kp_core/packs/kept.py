@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KeptEntry:
-    """The key of stored KV of `token_ids`: the model, the position `at`, and `before`, a digest of what stands before.
+    """The key of stored KV of `token_ids` at the position `at`, behind what the digest `before` covers.
 
-    `before` covers all earlier tokens and how they were changed or composed. `packs` are the handles of all packs in
-    the entry and before it. `words` is the namespace of the conversation whose messages stand there, or `None` if there
-    are only packs and the template. With `begins`, the store finds an entry by its first `begins` tokens, and a prompt
-    that continues differently reads the common part. Without it, all tokens must match.
+    That is all earlier tokens and how they were changed or composed. `packs` are the handles of all packs in the entry
+    and before it. `words` is the namespace of the conversation whose messages stand there, or `None` if there are only
+    packs and the template. With `begins`, an entry is found by its first `begins` tokens, and a prompt that continues
+    differently reads the common part.
     """
 
     model: ModelFingerprint

@@ -37,12 +37,9 @@ _ADDRESS = "Check the network and the address (AWS_ENDPOINT_URL for servers that
 class ObjectBlobs:
     """Blobs as objects under a URL, e.g. `s3://bucket/prefix`, `gs://bucket/prefix` or `memory://name`.
 
-    `options` go to the fsspec file system. For the rest, its library reads the environment, profiles and fsspec's
-    configuration, and it retries with backoff. A local cache of `cache_bytes` (0: none) keeps packs that were read.
-    After another process changes a blob, this one sees the change within a second.
-
-    The version of a blob depends only on its bytes, so writing the same bytes again is no change. `if_absent` uses a
-    conditional write; if the server has none, we check for the blob before we write. Forked processes connect anew.
+    `options` go to the fsspec file system, which reads the rest from the environment, profiles and fsspec's
+    configuration. A local cache of `cache_bytes` (0: none) keeps packs that were read. A change by another process is
+    seen within a second. `if_absent` uses a conditional write; if the server has none, we check before we write.
 
     Raises `PackError` for an invalid URL, `MissingDependencyError` if the package for it is not installed.
     """
@@ -220,12 +217,9 @@ class ObjectBlobs:
 class LocalCopies:
     """A local cache of object storage at `place`, in one folder for all processes and storages of this user.
 
-    The folder is `objects` in `KP_CACHE` (default `~/.cache/knowledge-packs`). The copies read longest ago are deleted
-    first. Every copy ends with its digest, so damage on the local disk is never taken for damage in the storage. Copies
-    that the disk refuses are not kept.
-
-    We do not use fsspec's `filecache`: it has no byte budget, raises when a disk refuses, and does not check its
-    copies. With it, 12 damaged local copies made the store take all 12 packs for damaged and move them to quarantine.
+    Every copy ends with its digest, so damage on the local disk is never taken for damage in the storage. fsspec's
+    `filecache` has no byte budget, raises when a disk refuses, and does not check its copies: with it, 12 damaged
+    copies made the store move all 12 packs to quarantine.
     """
 
     def __init__(self, place: str, max_bytes: int) -> None:
@@ -282,7 +276,6 @@ def open_blobs(place: str | os.PathLike[str]) -> Blobs:
 
 
 def _code(error: BaseException | None) -> str:
-    """Return the S3 error code, or ""."""
     return str((getattr(error, "response", None) or {}).get("Error", {}).get("Code", ""))
 
 

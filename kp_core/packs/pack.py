@@ -9,7 +9,7 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from kp_core.errors import FingerprintMismatchError, KVShapeError, PackError, SteeringError
 from kp_core.kv import KVTensors
@@ -24,6 +24,9 @@ __all__ = ["Correction", "Edit", "Edits", "KnowledgePack", "PackKey", "Prefix", 
 
 _ROUNDED = "/int8"  # Suffix of a fingerprint's dtype: int8 has numerics of its own, and never counts as exact.
 _EDITS = "kp:edits"  # Key in the provenance of a pack, which every file version stores.
+
+Prefix: TypeAlias = tuple[int, ...]
+"""The tokens before a pack when its KV was computed; empty at the start of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +106,6 @@ def root_of(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Prefix:
-    """The tokens before a pack when its KV was computed; empty at the start of a prompt."""
-
-    token_ids: tuple[int, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-
-@dataclass(frozen=True)
 class PackKey:
     """Selects a KV entry of a text: its model, and its prefix unless `None`."""
 
@@ -128,10 +121,9 @@ class PackKey:
 class KnowledgePack:
     """A text, its tokens and, unless the pack is lazy, the KV that a model computed for them behind a prefix.
 
-    `token_ids` holds the tokens that stay the same whatever follows the text in a prompt. The last characters of `text`
-    may therefore have no token here; they are prefilled with what follows. A pack for the system message includes the
-    tokens of its line end, which is not in `text`. `kv` has one entry per token of `token_ids`. Packs are immutable:
-    every operation returns a new one.
+    `token_ids` holds the tokens that stay the same whatever follows the text in a prompt, so the last characters of
+    `text` may have none. A pack for the system message includes the tokens of its line end, which is not in `text`.
+    `kv` has one entry per token of `token_ids`. Packs are immutable: every operation returns a new one.
 
     Raises `KVShapeError` if `kv` and `token_ids` disagree, `HandleError` for an invalid `namespace`, `PackError` if the
     provenance holds invalid edits.
@@ -148,8 +140,7 @@ class KnowledgePack:
     stored_bytes: int = field(default=0, compare=False)
     """Bytes of KV that the store holds but has not loaded."""
     steering: Steering | None = None
-    """What the engine adds to the pack's values wherever it places them (see `steer`). `kv` is always the plain KV, so
-    steered KV is never mistaken for what the model computed."""
+    """What the engine adds to the pack's values wherever it places them (see `steer`); `kv` is always the plain KV."""
 
     compression: Compression = "none"
     """How the KV is stored; see `compressed`."""
@@ -200,9 +191,9 @@ class KnowledgePack:
     def compressed(self, compression: Compression) -> KnowledgePack:
         """Return the pack with its KV stored in fewer bytes; a lazy pack has nothing to compress.
 
-        `"lossless"` changes no bit (0.7 of the bytes in bfloat16). `"int8"` rounds the KV at once (0.5 of the bytes)
-        and marks the dtype of the fingerprint. A model uses such a pack only with `mismatch="accept"`, as an
-        approximation. Raises `PackError` for other names, and for int8 if the model has recurrent states.
+        `"lossless"` changes no bit (0.7 of the bytes in bfloat16). `"int8"` rounds the KV at once (0.5 of the bytes): a
+        model uses such a pack only with `mismatch="accept"`, as an approximation. Raises `PackError` for other names,
+        and for int8 if the model has recurrent states.
         """
         check_compression(compression)
         if self.kv is None or compression != "int8":
@@ -221,9 +212,9 @@ class KnowledgePack:
         """Return the pack with steering applied: values `V + alpha * delta` (arXiv 2604.03270, section 2.6).
 
         The default `alpha` is the strength beside knowledge: the calibrated value of the steering, else 0.7. Steering
-        adds to earlier steering; a sum of zero gives the plain pack. The engine adds the deltas in the cache, without
-        tokens or a forward pass. A steered pack cannot be stored: store the pack and save the steering. Raises
-        `SteeringMismatchError` for a steering of another model, `SteeringError` for an `alpha` that is not finite.
+        adds to earlier steering; a sum of zero gives the plain pack. A steered pack cannot be stored: store the pack
+        and save the steering. Raises `SteeringMismatchError` for a steering of another model, `SteeringError` for an
+        `alpha` that is not finite.
         """
         if not hasattr(steering, "at_alpha"):
             raise SteeringError(

@@ -30,9 +30,8 @@ class Recogniser:
     """Finds the texts of packs in other texts.
 
     It compares exactly, without the pack's leading and trailing blanks, and only from the start of a word. It ignores
-    packs shorter than `min_chars`. Search time is proportional to the text, whatever packs were added: a search that
-    gets too slow (thousands of packs with a common long beginning, which the text repeats) stops and finds nothing
-    after that point. `find_packs` and `discard` are thread-safe.
+    packs shorter than `min_chars`. Search time is proportional to the text: a search that gets too slow (thousands of
+    packs with a common long beginning, which the text repeats) stops. `find_packs` and `discard` are thread-safe.
     """
 
     def __init__(self, min_chars: int = _MIN_CHARS) -> None:
@@ -133,5 +132,4 @@ class Recogniser:
 
 
 def _common(left: str, right: str) -> int:
-    """Return the length of the common beginning."""
     return bisect_left(range(min(len(left), len(right))), 1, key=lambda at: left[: at + 1] != right[: at + 1])

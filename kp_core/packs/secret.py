@@ -23,9 +23,8 @@ _HOW = "a secret of 64 hexadecimal digits, e.g. of `openssl rand -hex 32`, or se
 def load_secrets(blobs: Blobs, configured: str | None) -> tuple[bytes, ...]:
     """Return the secrets of the store, the one for new handles first; creates one for an empty folder.
 
-    A folder keeps its secret in a file, unless `configured` gives one. For a far storage a secret is
-    always configured, by default in `KP_SECRET`, and the store holds only its name. Raises `PackError` if the place
-    holds other things, if the store was made with another secret, or if its secret is missing.
+    A folder keeps its secret in a file, unless it is `configured`, as it always is for far storage. Raises `PackError`
+    if the place holds other things, if the store was made with another secret, or if its secret is missing.
     """
     text = configured or (os.environ.get(_VARIABLE) if blobs.is_far else None)
     if not text:

@@ -11,7 +11,6 @@ import struct
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -31,9 +30,9 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace, mint
 from kp_core.packs.kept import KeptEntry
 from kp_core.packs.objects import open_blobs
-from kp_core.packs.pack import KnowledgePack, PackKey, Prefix, common_length
+from kp_core.packs.pack import KnowledgePack, PackKey, common_length
 from kp_core.packs.secret import forget_secrets, load_secrets
-from kp_core.packs.uses import LastUse
+from kp_core.packs.uses import last_use_of
 from kp_core.packs.view import Packs
 from kp_core.progress import bar_of
 
@@ -54,28 +53,22 @@ Entry: TypeAlias = tuple[Handle, str]
 class PackStore(Packs):
     """Packs in a folder, under a URL (`s3://bucket/prefix`, `gs://`, `memory://`), or in other `Blobs`.
 
-    Each pack is a text file, and a KV file (an entry) for each model and prefix that it was compiled for. Only the
-    first entry carries the pack and is repaired; the others may be lost without harm.
-
-    Any number of threads and processes may use it: a reader sees a pack whole or not at all. A damaged file goes to
-    `quarantine/` with a `PackCorruptWarning`, and its pack becomes lazy. It keeps its token ids if only tensors are
-    damaged. Otherwise it is recovered from its text alone, with `token_ids=()`, an empty prefix and
-    `ModelFingerprint.unknown()`, and must be built again from its text before use.
+    Each pack is a text file, and a KV file (an entry) for each model and prefix that it was compiled for. Threads and
+    processes may share it: a reader sees a pack whole or not at all. A damaged file goes to `quarantine/` with a
+    `PackCorruptWarning`, and its pack becomes lazy. If more than tensors are damaged, it is recovered from its text
+    alone, with `token_ids=()` and `ModelFingerprint.unknown()`, and must be built again before use.
 
     `max_bytes` bounds the files under `packs/`: a `put` that needs space drops the KV of the packs whose last `get` is
-    longest ago. Texts and token ids are never dropped. Processes that `put` at the same moment may exceed the bound
-    until the next `put`.
-
-    The store also keeps KV that was computed behind other packs (option `keep` of a request; `KeptEntry`), within
-    `keep_bytes` (default: 2 GiB, but at most a twentieth of the folder's disk): it deletes the least recently used
-    first, and what was unused for `keep_seconds`. The model computes again what is lost or damaged there.
+    longest ago, but no texts and token ids. KV that was computed behind other packs (option `keep` of a request) is
+    bounded by `keep_bytes` (default: 2 GiB, but at most a twentieth of the folder's disk): the least recently used goes
+    first, and what was unused for `keep_seconds`.
 
     `secret` makes handles: 64 hexadecimal digits, or several with commas, newest first, during a rotation. A folder
-    makes its own by default. Object storage never holds it (default: the variable `KP_SECRET`). Raises `PackError` for
-    a place that holds other things and no packs, that was made with another secret, or that cannot be reached.
+    makes its own by default. Object storage never holds it (default: the variable `KP_SECRET`). `seal` is a server's
+    key for MACs of the entries it writes (`sealed`); kept KV without a valid MAC is then ignored.
 
-    `seal` is a server's key for MACs of the entries it writes (`sealed`). With a `seal`, kept KV without a valid MAC is
-    ignored.
+    Raises `PackError` for a place that holds other things and no packs, that was made with another secret, or that
+    cannot be reached.
     """
 
     def __init__(  # noqa: PLR0913 - what a store is
@@ -103,10 +96,8 @@ class PackStore(Packs):
                 raise PackError(str(error)) from error
             raise
         self._is_configured = bool(secret) or self.blobs.is_far
-        self._uses = LastUse(self.blobs)
-        # Nothing that the store holds refers back to it, so it ends when it is dropped.
+        self._uses = last_use_of(self.blobs)
         self._peeked = lru_cache(_PEEKED_PACKS)(partial(_peek, self.blobs, self.secrets))
-        weakref.finalize(self, self._uses.drop).atexit = False
         # The packs and namespaces of each kept entry and version, so that deleting packs reads no entry twice.
         self._owners: dict[tuple[Handle, str], frozenset[str]] = {}
         # Threads free space one at a time, so that together they stay within the bound.
@@ -149,10 +140,9 @@ class PackStore(Packs):
     def put(self, pack: KnowledgePack) -> Handle:
         """Store `pack`; storing it again writes nothing.
 
-        It replaces the entry of the same text, model and prefix, and a first entry that an earlier release made for
-        this model. Other entries stay. A lazy pack does not replace usable KV, and a lazy pack of unknown fingerprint
-        replaces nothing. Raises `PackError` for what the format cannot hold, `QuotaError` if `max_bytes` leaves no
-        room, `PackVersionError` if a later release wrote the file; the store is then unchanged.
+        It replaces the entry of the same text, model and prefix; a lazy pack does not replace usable KV. Raises
+        `PackError` for what the format cannot hold, `QuotaError` if `max_bytes` leaves no room, `PackVersionError` if a
+        later release wrote the file; the store is then unchanged.
         """
         handle, encoded = self.handle(pack.text, pack.namespace), encode_pack(pack)
         slot, done, absent = "", False, False
@@ -184,8 +174,8 @@ class PackStore(Packs):
     def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack | None:
         """Return the pack without its KV, with `stored_bytes`; `None` if there is none. Raises as `get`.
 
-        Returns the entry that fits `key`, else the first one of that model, else the first one. Repeated calls take
-        microseconds. Notices damage to the header and length of a file, not to its tensors.
+        Returns the entry that fits `key`, else the first one of that model, else the first one. Notices damage to the
+        header and length of a file, not to its tensors.
         """
         _, peeked = self._find(handle, key)
         if peeked is None:
@@ -260,10 +250,7 @@ class PackStore(Packs):
                 list(pool.map(look_up, wanted))
 
     def last_used(self) -> dict[str, float]:
-        """Return when each pack was last stored or read, by handle, in seconds since 1970, as far as that was written.
-
-        Every process writes at most once a minute, and when it ends.
-        """
+        """Return when each pack was last stored or read, by handle, in seconds since 1970, as far as written."""
         used = dict[str, float]()
         for name, used_at in self._uses.times().items():
             handle = name.partition(".")[0]  # Behind the point stands the slot of another entry.
@@ -309,9 +296,9 @@ class PackStore(Packs):
         self.note_change()
 
     def rotate(self) -> int:
-        """Give every pack with a handle of an earlier secret a handle of the first secret; returns their number.
+        """Give every pack with a handle of an earlier secret one of the first secret; returns their number.
 
-        Old handles stop working, and KV kept behind these packs is deleted. After an interruption, call it again.
+        Old handles stop working. After an interruption, call it again.
         """
         moved = 0
         for handle in list(self.handles()):
@@ -355,11 +342,7 @@ class PackStore(Packs):
         return handle is not None and (self._seal is None or self._has_mac(handle, _kept_key(handle)))
 
     def read_kept(self, entry: KeptEntry, namespaces: Collection[str]) -> KVTensors | None:
-        """Return the KV of the tokens that `entry` and the kept entry have in common; `None` if there is none.
-
-        The KV is on the CPU, `(kv_heads, tokens, head_dim)` per layer. Gives nothing to views that may not read it
-        (`has_kept`).
-        """
+        """Return the KV (on the CPU) of the tokens that `entry` and the kept entry have in common, as `has_kept`."""
         handle = self._readable(entry, namespaces)
         if handle is None:
             return None
@@ -381,7 +364,7 @@ class PackStore(Packs):
 
     def write_kept(self, entry: KeptEntry, kv: KVTensors) -> bool:
         """Store `kv` for `entry`; `False` if `keep_bytes` has no room, or if one of its packs is not stored."""
-        pack = KnowledgePack(entry.text, entry.home, entry.token_ids, Prefix(), entry.model, kv).compressed("lossless")
+        pack = KnowledgePack(entry.text, entry.home, entry.token_ids, (), entry.model, kv).compressed("lossless")
         handle, file = self.handle(pack.text, pack.namespace), encode_pack(self.sealed(pack))
         keep = self.keep_bytes
         if file.nbytes > keep or not self._are_stored(entry.packs):
@@ -408,10 +391,7 @@ class PackStore(Packs):
         return self._drop_kept(check_namespace(namespace))
 
     def _drop_kept(self, owner: str) -> int:
-        """Delete every entry that contains or follows the pack `owner` (a handle) or text of the namespace `owner`.
-
-        Returns the number of deleted entries. Also deletes unreadable entries.
-        """
+        """Delete unreadable entries, and those that contain or follow the pack or a text of the namespace `owner`."""
         count, known, self._owners = 0, self._owners, {}
         for (handle, _), stat in self._kept().items():
             owners = known.get((handle, stat.version))
@@ -466,11 +446,9 @@ class PackStore(Packs):
     def _earlier(
         self, handle: Handle, first: KnowledgePack | None, model: ModelFingerprint
     ) -> tuple[str, KnowledgePack | None]:
-        """Return the entry that an earlier release made for `model` beside a first one of another model, else the
-        first.
+        """Return the entry that an earlier release made for `model` beside `first`, one of another model, else `first`.
 
-        The existence of the entry says that the text is for this model too. Today's fingerprints do not give its slot
-        name.
+        It says that the text is for this model too. Today's fingerprints do not give its slot name.
         """
         fingerprint = ModelFingerprint.unknown() if first is None else first.fingerprint
         if fingerprint != ModelFingerprint.unknown() and not fingerprint.same_model(model):
@@ -481,10 +459,7 @@ class PackStore(Packs):
         return "", first
 
     def _place(self, handle: Handle, pack: KnowledgePack) -> tuple[str, PackFile | None, bool]:
-        """Return the slot where `pack` belongs, the intact file there, and whether the slot is empty.
-
-        It is the first slot that is the pack's own, is free, or holds an entry that nobody needs.
-        """
+        """Return the first slot that is the pack's own, free or not needed, its intact file, and whether it is free."""
         is_same_model, (of_model, behind) = False, _slots(pack.key)
         for slot in ("", of_model, behind):
             if is_same_model and slot != behind:
@@ -529,10 +504,7 @@ class PackStore(Packs):
         return absent
 
     def _read(self, handle: Handle, slot: str = "") -> KnowledgePack | None:
-        """Return an entry with its KV, from a single read, so that versions never mix; `None` if there is none.
-
-        A damaged first entry is repaired (`_mended`). Another one goes to quarantine and gives `None`.
-        """
+        """Return an entry with its KV, `None` if there is none; repairs a first entry, and quarantines another one."""
         data, key = None, _entry_key(handle, slot)
         seen = None if slot else self.blobs.stat(key)
         try:
@@ -574,7 +546,7 @@ class PackStore(Packs):
             text = next((entry.text for slot in self._beside(handle) if (entry := self.look(handle, slot))), None)
         if text is None:
             return None
-        return KnowledgePack(text, handle.namespace, (), Prefix(), ModelFingerprint.unknown())
+        return KnowledgePack(text, handle.namespace, (), (), ModelFingerprint.unknown())
 
     def _mended(
         self, handle: Handle, pack: KnowledgePack | None, data: Buffer | None, seen: BlobStat | None, damage: str
@@ -634,9 +606,8 @@ class PackStore(Packs):
     def _make_room(self, own: Entry, size: int, max_bytes: int) -> None:
         """Drop the least recently used KV until `size` bytes of the entry `own` and its text fit under `packs/`.
 
-        The first entry of a pack loses its KV; other entries are deleted. An entry that another writer is storing or
-        removing at this moment counts as dropped, but stays, so the bound may be exceeded until the next `put`. Raises
-        `QuotaError`, and drops nothing, if the bytes cannot fit.
+        The first entry of a pack loses its KV; other entries are deleted. One that another writer is storing or
+        removing now counts as dropped, but stays. Raises `QuotaError`, and drops nothing, if the bytes cannot fit.
         """
         own_keys = {_entry_key(*own), _text_key(own[0])}
         while True:
@@ -732,7 +703,6 @@ def _warn(message: str) -> None:
 
 
 def _entry_key(handle: Handle, slot: str = "", root: str = "packs") -> str:
-    """Return the key of the blob of an entry."""
     return f"{root}/{handle.namespace}/{handle.id[:2]}/{handle.id}{slot}.safetensors"
 
 
@@ -755,8 +725,8 @@ def _kept_name(entry: Entry) -> str:
 def _slots(key: PackKey) -> tuple[str, str]:
     """Return the slots of further entries of a text: that of the model alone, and that of the model and prefix."""
     of_model = f".{blake2b(key.model.id.encode(), digest_size=8).hexdigest()}"
-    prefix = key.prefix or Prefix()
-    numbers = (len(prefix), *prefix.token_ids)
+    prefix = key.prefix or ()
+    numbers = (len(prefix), *prefix)
     behind = blake2b(struct.pack(f"<{len(numbers)}Q", *numbers), digest_size=8)
     return of_model, f"{of_model}.{behind.hexdigest()}"
 
@@ -782,12 +752,10 @@ def entry_of(key: str) -> Entry | None:
 
 
 def _entries(listed: Mapping[str, BlobStat]) -> dict[Entry, BlobStat]:
-    """Return the entries among listed blobs."""
     return {entry: stat for key, stat in listed.items() if key.endswith(".safetensors") and (entry := entry_of(key))}
 
 
 def _displaces(pack: KnowledgePack, encoded: PackFile, stored: PackFile | None) -> bool:
-    """Whether `pack` should replace the stored entry."""
     if stored is None:
         return True
     if stored.metadata == encoded.metadata or _is_text_alone(pack):
@@ -796,11 +764,7 @@ def _displaces(pack: KnowledgePack, encoded: PackFile, stored: PackFile | None) 
 
 
 def _is_spare(stored: KnowledgePack, model: ModelFingerprint) -> bool:
-    """Whether `model` can do without `stored`: recovered from text alone, or made by an earlier release of `model`.
-
-    An entry that an earlier release made for another model stays, because it records that the text is for that model
-    too.
-    """
+    """Whether `model` can do without `stored`: recovered from text alone, or made by an earlier release of `model`."""
     fingerprint = stored.fingerprint
     return fingerprint == ModelFingerprint.unknown() or (fingerprint.is_earlier and fingerprint.same_model(model))
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections import deque
 from contextlib import suppress
-from typing import ClassVar
-from weakref import WeakSet
 
 from kp_core.errors import KnowledgePackError, PackCorruptError
 from kp_core.packs.blobs import Blobs
 from kp_core.packs.envelope import from_json, mapping, to_json
 from kp_core.packs.secret import is_made
 
-__all__ = ["LastUse"]
+__all__ = ["LastUse", "last_use_of"]
 
 _FLUSH_SECONDS = 60
 _MOST_NAMES = 100_000
@@ -24,19 +21,11 @@ _MOST_NAMES = 100_000
 class LastUse:
     """When each name was last used: in memory, and merged into the blob `used` at most once a minute and at the end.
 
-    File access times are no substitute: mounts may disable them, and object storage has none. The times are only good
-    for an order. If two processes write at once, the later write wins until the other writes again. A killed process
-    loses the last minute.
+    Mounts may disable file access times, and object storage has none. The times are only good for an order: if two
+    processes write at once, the later write wins until the other writes again.
     """
 
-    _dropped: ClassVar[deque[LastUse]] = deque()
-    """Those whose store is gone. The garbage collector may drop a store in any thread, also in one that the write would
-    wait for, so they are written when a store is opened next, and when the process ends."""
-    _all: ClassVar[WeakSet[LastUse]] = WeakSet()
-
     def __init__(self, blobs: Blobs) -> None:
-        self._write(self._dropped)
-        self._all.add(self)
         self._blobs, self._lock = blobs, threading.Lock()
         self._times, self._noted, self._flushed = dict[str, float](), False, time.monotonic()
 
@@ -62,28 +51,26 @@ class LastUse:
             return mapping(from_json(bytes(self._blobs.read("used"))), "used")
         return {}
 
-    def drop(self) -> None:
-        """Record that the store is gone. Does nothing that could wait."""
-        self._dropped.append(self)
-
-    @classmethod
-    def write_all(cls) -> None:
-        """Write what all stores of this process recorded."""
-        cls._write(deque(cls._all))
-
-    @staticmethod
-    def _write(uses: deque[LastUse]) -> None:
-        while uses:
-            with suppress(IndexError, KnowledgePackError):  # Another thread may take the last one.
-                uses.popleft().flush()
-
     def flush(self) -> None:
         """Write the recorded times, unless the store is read-only or gone."""
         self._flushed = time.monotonic()
-        with suppress(OSError):
+        with suppress(OSError, KnowledgePackError):
             if self._noted and is_made(self._blobs):
                 self._noted = False
                 self._blobs.write("used", [to_json(self.times()).encode()])
 
 
-atexit.register(LastUse.write_all)
+_BY_PLACE: dict[str, LastUse] = {}
+
+
+def last_use_of(blobs: Blobs) -> LastUse:
+    """Return the times of the store in `blobs`, which all stores that this process opens there share."""
+    uses = _BY_PLACE.setdefault(str(blobs), LastUse(blobs))
+    uses.flush()
+    return uses
+
+
+@atexit.register
+def _flush_all() -> None:
+    for uses in list(_BY_PLACE.values()):
+        uses.flush()

@@ -72,7 +72,7 @@ class Packs(ABC):
     """A store of packs: the base class of `PackStore`, and of a store of your own.
 
     A store that is only read needs `peek` and `get`; one that packs are put into also `handle`, `put`, `remove` and
-    `__iter__`, which raise `PackError` here. The other members are optional.
+    `__iter__`. The other members are optional.
     """
 
     blobs: Blobs | None = None
@@ -250,10 +250,9 @@ def why_unresolved(name: str, view: PackView | None, role: str | None = None) ->
 def usable(pack: KnowledgePack, model: ModelFingerprint, mismatch: Mismatch, name: str) -> KnowledgePack:
     """Return `pack` as `model` may use it: unchanged, or as its text alone, to be computed anew.
 
-    A pack of another model raises `FingerprintMismatchError`; with `mismatch="rebuild"` its text alone is returned.
-    With `"accept"`, a pack of the same model in other numerics is returned unchanged. Two kinds of pack
-    are computed anew without an error: one recovered from its text alone, and, unless accepted, one of the same model
-    whose passes were computed differently (by another release or another kind of processor).
+    A pack of another model raises `FingerprintMismatchError`, but is computed anew with `mismatch="rebuild"`. One of
+    the same model in other numerics is used with `"accept"`. Otherwise it raises too, but is computed anew if only its
+    passes were computed differently (by another release or another kind of processor).
     """
     fingerprint = pack.fingerprint
     if fingerprint in (model, ModelFingerprint.unknown()):

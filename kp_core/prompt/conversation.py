@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
 from kp_core.errors import PromptError, UnsupportedContentError
 from kp_core.packs.handle import handles_like
-from kp_core.packs.pack import Prefix, root_of
+from kp_core.packs.pack import root_of
 from kp_core.packs.view import PackRef, PackView, Segment
 from kp_core.tools import Tool, ToolFormat
 
@@ -117,8 +117,7 @@ def placed(
 
     `packs` go to the start of the system message. With `placement="system"` the packs of all messages go there too, in
     order of first appearance, and the messages keep only the handles. With `compact`, tool exchanges that brought only
-    packs shrink to the latest call (`_compacted`). Raises `PromptError` (empty conversation, malformed message) and
-    `UnsupportedContentError`.
+    packs shrink to the latest call (`_compacted`). Raises `PromptError`.
     """
     if placement not in get_args(Placement):
         raise PromptError(f"Got placement {placement!r}; expected 'in_place' or 'system'.")
@@ -151,18 +150,17 @@ def _lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef,
 
 def _with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, ...]:
     """Put `packs`, each once, at the start of the system message, which is added if there is none."""
-    memory = {reference.handle: replace(reference, memory=True) for reference in reversed(packs)}
-    ordered = tuple(memory[handle] for handle in dict.fromkeys(reference.handle for reference in packs))
+    memory: dict[str, PackRef] = {}
+    for reference in packs:
+        memory.setdefault(reference.handle, replace(reference, memory=True))
+    ordered = tuple(memory.values())
     if turns[0].role == "system":
         return (turns[0].with_segments((*ordered, *turns[0].segments)), *turns[1:])
     return (Turn("system", ordered), *turns)
 
 
 def with_errata(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """Shorten each pack that follows an earlier version of itself to the corrections since then.
-
-    Everything before it keeps its tokens, and so its KV.
-    """
+    """Shorten each pack that follows an earlier version of itself to the corrections since then."""
     sent: dict[tuple[str, str], set[str]] = {}
 
     def shortened(part: Segment) -> Segment:
@@ -175,7 +173,7 @@ def with_errata(turns: Sequence[Turn]) -> tuple[Turn, ...]:
         sent.setdefault(root, set()).update(unsent)
         if not is_later:
             return part
-        lines = replace(pack, text="\n".join(unsent), token_ids=(), prefix=Prefix(), kv=None, stored_bytes=0)
+        lines = replace(pack, text="\n".join(unsent), token_ids=(), prefix=(), kv=None, stored_bytes=0)
         return replace(part, pack=lines, is_erratum=True)
 
     return tuple(turn.with_segments([shortened(part) for part in turn.segments]) for turn in turns)
@@ -185,8 +183,8 @@ def _compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[
     """Shrink tool exchanges that brought only packs to a constant length.
 
     After each user or system message, only the latest such call stays, with one short line as the result of all of
-    them. Their packs go to the end of that message, each once, in order of first appearance, except those whose handles
-    are `elsewhere` in the prompt. So a further exchange changes nothing before its own pack.
+    them. Their packs go to the end of that message, in order of first appearance, except those whose handles are
+    `elsewhere` in the prompt.
     """
     by_anchor: dict[int, list[range]] = {}
     for span in _exchanges(turns):
@@ -196,15 +194,11 @@ def _compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[
     compacted: list[Turn | None] = list(turns)
     handles, orphans = set(elsewhere), []
     for anchor, spans in by_anchor.items():
+        brought = (segment for span in spans for at in span for segment in turns[at].segments if _by_handle(segment))
         gathered: dict[str, PackRef] = {}
-        for span in spans:
-            brought = [segment for at in span for segment in turns[at].segments if _by_handle(segment)]
-            fresh = {
-                segment.handle: segment
-                for segment in reversed(brought)
-                if segment.handle not in handles | gathered.keys()
-            }
-            gathered |= {name: replace(fresh[name], memory=True) for name in reversed(fresh)}
+        for segment in brought:
+            if segment.handle not in handles:
+                gathered.setdefault(segment.handle, replace(segment, memory=True))
         handles |= gathered.keys()
         if anchor < 0:
             orphans = list(gathered.values())
@@ -237,7 +231,6 @@ def _exchanges(turns: Sequence[Turn]) -> list[range]:
 
 
 def _brought_packs(turn: Turn) -> bool:
-    """Whether a tool result consists only of packs."""
     texts = [segment for segment in turn.segments if not _by_handle(segment)]
     return len(texts) < len(turn.segments) and all(
         isinstance(segment, str) and not segment.strip() for segment in texts
@@ -301,10 +294,7 @@ def tool_call(name: str, arguments: object, call_id: object = None) -> dict[str,
 
 
 def text_of(message: Message) -> str:
-    """Return the text of a message.
-
-    Raises `UnsupportedContentError` for content that is neither a string nor a list of text parts.
-    """
+    """Return the text of a message; raises `UnsupportedContentError` for other content than strings and text parts."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(f"Got the message {message!r}; expected a mapping with a string under 'role'.")
     content = message.get("content")
@@ -345,8 +335,8 @@ def filled(messages: Sequence[Message], reference: PackRef) -> tuple[Turn, ...]:
 def slotted(messages: Sequence[Message], variable: str, marks: Mapping[str, str]) -> list[Message]:
     """Put `{pack}` at the first place of `variable` in a framework's prompt, and `?` for the other variables.
 
-    `marks` are the texts in `messages` that stand for each variable. Raises `PromptError` if `variable` is missing, or
-    if another variable stands before it, because the text before a pack would then change with every call.
+    `marks` are the texts in `messages` that stand for each variable. Raises `PromptError` if `variable` is missing or
+    not the first.
     """
     texts = [text_of(message) for message in messages]
     before, separator, _ = "".join(texts).partition(marks[variable])
@@ -367,10 +357,7 @@ def slotted(messages: Sequence[Message], variable: str, marks: Mapping[str, str]
 
 
 class TurnShaper:
-    """Reshapes turns to what one template supports, which it finds out by rendering small probes.
-
-    `render` takes messages and tools, and returns `None` if the template refuses them.
-    """
+    """Reshapes turns to what one template supports, as probes show; `render` returns `None` for what it refuses."""
 
     def __init__(self, render: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str | None]) -> None:
         token = secrets.token_hex(4)

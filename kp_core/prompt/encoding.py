@@ -24,8 +24,7 @@ class Encoded:
     """Token ids, and their positions in the rendered prompt.
 
     `text` is the input of the tokenizer, and `offsets` count its characters: it has no guards, and other names for
-    special tokens. `runs` lists where each stretch of common text begins, as `(tokenised, rendered)`. Positions are
-    mapped on demand, because there are thousands of tokens and few queries.
+    special tokens. `runs` lists where each run of common text begins, as `(tokenised, rendered)`.
     """
 
     ids: tuple[int, ...]
@@ -54,13 +53,12 @@ class Encoded:
 class PromptEncoder:
     """Encodes rendered prompts with a twin of the model's tokenizer.
 
-    The twin knows each control token only under a secret name, also in its model's vocabulary. `escape` puts a guard, a
-    random string, into control-token strings in data. `encode` gives the remaining ones, which the template wrote,
-    their secret names, and removes the guards. Then the unchanged tokenizer processes the whole prompt once, and
-    `<|im_end|>` inside a fact is ordinary text.
+    The twin knows each control token only under a secret name. `escape` puts a guard, a random string, into
+    control-token strings in data. `encode` gives the remaining ones, which the template wrote, their secret names, and
+    removes the guards. So `<|im_end|>` inside a fact is ordinary text.
 
     Control tokens are the special tokens, and those added tokens that occur in `written`, the template's own text
-    (`<think>`, `<tool_call>`). Added words and blanks are not, because it does not matter who wrote them.
+    (`<think>`, `<tool_call>`), other than words and blanks.
     """
 
     def __init__(self, tokenizer: Any, written: str = "") -> None:  # noqa: ANN401 - of the transformers tokenizer family
@@ -156,10 +154,7 @@ def _twin(state: dict[str, Any], names: Sequence[str]) -> tuple[Any, dict[str, s
 
 
 def _without_names(model: dict[str, Any], secret: Mapping[str, str]) -> dict[str, Any]:
-    """Put the secret names into the vocabulary of a tokenizer's model, so that plain text cannot give these tokens.
-
-    Unigram needs this, and so do models that look up whole words before they split them.
-    """
+    """Put the secret names into the vocabulary of a tokenizer's model, where some models look up plain text first."""
     vocab = model.get("vocab")
     if isinstance(vocab, list):
         return {**model, "vocab": [[secret.get(piece, piece), score] for piece, score in vocab]}

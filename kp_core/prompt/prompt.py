@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from kp_core.packs.pack import KnowledgePack, Prefix
+from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef
 
 __all__ = ["Prompt", "Span"]
@@ -20,8 +20,6 @@ class Span:
     reference: PackRef
     chars: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
     """Where the pack's text stands in `Prompt.rendered`; its edges may share tokens with the surrounding text."""
-    recognised: bool = False
-    """Whether the message held the text itself, in which the pack was recognised."""
 
     @property
     def handle(self) -> str:
@@ -32,6 +30,11 @@ class Span:
     def pack(self) -> KnowledgePack:
         """The pack, possibly without its KV."""
         return self.reference.pack
+
+    @property
+    def recognised(self) -> bool:
+        """Whether the message held the text itself."""
+        return self.reference.recognised
 
     @property
     def errata_tokens(self) -> int:
@@ -79,10 +82,6 @@ class Prompt:
     def recognised_tokens(self) -> int:
         """Number of tokens that were sent as text and recognised as packs."""
         return sum(len(span) for span in self.spans if span.recognised)
-
-    def prefix_of(self, span: Span) -> Prefix:
-        """Return the tokens before a pack."""
-        return Prefix(self.token_ids[: span.start])
 
     def owned(self, start: int, stop: int) -> Iterator[tuple[int, int, str]]:
         """Yield the tokens `start:stop` in parts, each with the namespace of its pack, else with `owner`."""

@@ -1,8 +1,8 @@
 """Renders chat templates, which are code that comes with a model, in Jinja's sandbox within limits of time and size.
 
-Templates get the filters, functions and tags that transformers offers. Jinja's sandbox limits neither time nor size,
-but has hooks for calls, filters and operators. `_Meter` adds hooks for loops, output, names and `~`. Limits between the
-lines of a template would not do: a single filter, method or operator can fill the memory or run for hours.
+Jinja's sandbox limits neither time nor size, but has hooks for calls, filters and operators. `_Meter` adds hooks for
+loops, output, names and `~`. Limits between the lines of a template would not do: a single filter, method or operator
+can fill the memory or run for hours.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any
 from jinja2 import TemplateError as JinjaError
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -34,6 +33,7 @@ _SECONDS = 5.0  # CPU time.
 _SIZE, _TIMES = 2**28, 64  # Characters that a template may produce, plus so many per input character.
 _SHARE = 16  # One value may use a sixteenth of the remaining characters.
 _BITS = 2**16  # Limit for an integer.
+_GENERATION = re.compile(r"({%[-+]?\s*)(end)?generation\b")
 # Operators, methods and filters that may produce, or compare, as many characters as the product of their inputs' sizes.
 _PRODUCTS = frozenset(
     {
@@ -80,10 +80,7 @@ class _Budget:
             raise LimitError(f"it computes for more than {_SECONDS:g} seconds")
 
     def charge(self, value: object) -> None:
-        """Subtract a new value from the budget: only its own length, because its parts were charged before.
-
-        Raises `LimitError` if the value with all its parts is too large.
-        """
+        """Subtract a new value's own length from the budget; raises `LimitError` if all its parts are too large."""
         size = self.size(value)
         self.check(size * _SHARE)
         self.largest = max(self.largest, size)
@@ -96,8 +93,8 @@ _BUDGET: contextvars.ContextVar[_Budget] = contextvars.ContextVar("budget")
 def render(source: str, variables: Mapping[str, Any]) -> str:
     """Render the template `source` with `variables`.
 
-    Raises the errors of Jinja; `LimitError` for a template that computes for more than five seconds or produces
-    hundreds of millions of characters; its base class `SecurityError` for one that accesses what the sandbox forbids.
+    Raises the errors of Jinja, `LimitError` for too much time or text, and its base class `SecurityError` for access to
+    what the sandbox forbids.
     """
     template = _compiled(source)
     token = _BUDGET.set(_Budget(variables))
@@ -119,16 +116,6 @@ def literals(source: str) -> str:
 @lru_cache
 def _compiled(source: str) -> Any:  # noqa: ANN401 - a jinja2.Template
     return _Sandbox().from_string(source)
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks the text a model is trained on; here it renders its body."""
-
-    tags = frozenset({"generation"})  # type: ignore[assignment]
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
 class _Meter(NodeTransformer):
@@ -158,7 +145,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         self.filters["tojson"] = _tojson
         self.filters["kp made"] = lambda value: value
         # The filter `format` works like the operator `%`; the method `format` has another syntax.
@@ -167,6 +154,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        # `{% generation %}` marks the text that a model is trained on.
+        source = _GENERATION.sub(lambda tag: tag[1] + ("endif" if tag[2] else "if true"), source)
         return _Meter().visit(super()._parse(source, name, filename))  # type: ignore[no-any-return]
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
@@ -192,9 +181,9 @@ def _limited(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _within(name: str, values: Sequence[Any], run: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """Run the operator, method or filter `name` on `values`, of which the first is its main operand; return the result.
+    """Run the operator, method or filter `name` on `values`, of which the first is its main operand, within the budget.
 
-    Raises before it runs if the result could be too large. Returns an iterator as a list, which has a length.
+    Returns an iterator as a list, which has a length.
     """
     budget = _BUDGET.get()
     budget.check_time()

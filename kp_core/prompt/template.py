@@ -1,11 +1,7 @@
 """Chat messages and packs to one canonical prompt; the only place that knows chat templates.
 
 The canonical prompt is the conversation with every handle replaced by its text, rendered by the model's chat template
-in one call and tokenised once (Knowledge Packs, arXiv 2604.03270, on the chat template). Rendering and tokenising parts
-separately would go wrong: a second call repeats the default system message, and a second tokenisation merges characters
-differently.
-
-Special tokens of the template are control tokens; those in data are plain text (`PromptEncoder`).
+in one call and tokenised once (Knowledge Packs, arXiv 2604.03270, on the chat template).
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ import logging
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
@@ -40,7 +35,7 @@ from kp_core.prompt.encoding import Encoded, PromptEncoder, insert
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.tools import AnswerShape, ToolFormat, format_of, thought_of
 
-__all__ = ["ChatTemplate", "SpanCheck", "TokenisedPack"]
+__all__ = ["ChatTemplate"]
 
 # Texts that may follow a pack. Tokens that survive all of these are the pack's own (see `tokenise_pack`).
 _ANY_FOLLOWER = ("\n", "\n\n", " ", "  ", "a", "A", " a", "1", ".", ",", ")", "'", '"', "-", "é", "中")
@@ -55,32 +50,10 @@ _Inputs: TypeAlias = tuple[list[dict[str, Any]], Mapping[str, Any]]
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TokenisedPack:
-    """The text of a pack, the tokens it has in prompts, and a prompt that shows its prefix."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    prompt: Prompt
-
-
-@dataclass(frozen=True)
-class SpanCheck:
-    """Result of `ChatTemplate.verify` for one pack: how much of its text its tokens deliver."""
-
-    handle: str
-    tokens: int
-    delivered: str
-    """Characters delivered as KV."""
-    as_text: str
-    """Characters at the edges that share a token with the surrounding text, and are prefilled with it."""
-
-
 class ChatTemplate:
     """Renders conversations with a tokenizer's chat template, and finds packs in the tokens.
 
-    `options` are passed to the template, e.g. `date_string` for templates that print a date. For templates without a
-    system role, tool role or tool calls, or with strictly alternating roles, the conversation is reshaped as
+    `options` are passed to the template, e.g. `date_string`. What a template lacks (roles, tool calls) is rendered as
     `kp_core.prompt.conversation` states. Raises `TemplateError` if there is no template or it refuses.
     """
 
@@ -100,10 +73,9 @@ class ChatTemplate:
         """The marks around reasoning at the beginning of an answer, or `None`."""
         self._warned = False
         self._prefixes: dict[Hashable, Prefix] = {}
-        self.carries_packs = True
+        self.carries_packs = self._finds_packs()
         """Whether packs can be found in prompts. A template that changes the text of messages hides them, and they go
         as text."""
-        self.carries_packs = self._finds_packs()
 
     @property
     def source(self) -> str:
@@ -143,8 +115,7 @@ class ChatTemplate:
         """Return the canonical prompt of a conversation.
 
         The template shows the tools of `shape` if it can; otherwise the end of the system message lists them. The
-        schema of the answer goes there, too. `thinking` is a switch of some templates. An edited pack that follows an
-        earlier version of itself is shortened to the corrections since then (`with_errata`). Raises `TemplateError`.
+        schema of the answer goes there, too. `thinking` is a switch of some templates. Raises `TemplateError`.
         """
         turns = with_errata(turns)
         switches = self._switches(thinking=thinking)
@@ -162,14 +133,13 @@ class ChatTemplate:
         compiled_for: Sequence[Message] | Literal["user", "system"] = "user",
         *,
         most: int | None = None,
-    ) -> TokenisedPack:
-        """Tokenise `text` as a pack for the position `compiled_for`.
+    ) -> tuple[Prefix, tuple[int, ...]]:
+        """Return the tokens before a pack of `text` at the position `compiled_for`, and its own tokens.
 
         `compiled_for` is `"user"` (the start of a user message), `"system"` (memory, at the start of the system
-        message), or messages that contain `{pack}` once. The token ids are those that stay the same whatever follows
-        the pack. Memory ends its line (see `PackRef.text`), and nothing merges with that line end. Raises
-        `ShortTextError` for a text without such tokens, `ContextOverflowError` if prefix and pack have more than `most`
-        tokens.
+        message), or messages that contain `{pack}` once. Its own tokens are those that stay the same whatever follows
+        the pack. Raises `ShortTextError` for a text without such tokens, `ContextOverflowError` if prefix and pack have
+        more than `most` tokens.
         """
         if not isinstance(text, str):
             raise PromptError(f"Got {text!r} as the text of a pack; expected a string.")
@@ -179,7 +149,7 @@ class ChatTemplate:
             messages: Sequence[Message] = ({"role": "system", "content": SLOT}, {"role": "user", "content": "?"})
         else:
             messages = ({"role": "user", "content": SLOT},) if isinstance(compiled_for, str) else compiled_for
-        pack = KnowledgePack(text, "probe", (), Prefix(), ModelFingerprint.unknown())
+        pack = KnowledgePack(text, "probe", (), (), ModelFingerprint.unknown())
         reference = PackRef("", pack, memory=compiled_for == "system")
         prompt = self._prompt(self._shaper.shape(filled(messages, reference)), {}, add_generation_prompt=True)
         if not self.carries_packs:
@@ -199,7 +169,7 @@ class ChatTemplate:
         token_ids = runs[0][: min(common_length(runs[0], run) for run in runs)]
         if not token_ids:
             raise ShortTextError(f"The text {text[:40]!r} is too short: what follows it may change every token.")
-        return TokenisedPack(text, token_ids, prompt)
+        return prompt.token_ids[: span.start], token_ids
 
     def prefix(self, compiled_for: Sequence[Message] | Literal["user", "system"] = "user") -> Prefix:
         """Return the tokens before a pack at the position `compiled_for`, computed once; raises as `tokenise_pack`.
@@ -209,10 +179,9 @@ class ChatTemplate:
         # Some templates print the date.
         key = (self.source, repr(compiled_for), datetime.now().astimezone().date())
         if key not in self._prefixes:
-            prompt = self.tokenise_pack(_PROBE, compiled_for).prompt
             if len(self._prefixes) >= _MOST_PREFIXES:
                 self._prefixes.clear()
-            self._prefixes[key] = prompt.prefix_of(prompt.spans[0])
+            self._prefixes[key], _ = self.tokenise_pack(_PROBE, compiled_for)
         return self._prefixes[key]
 
     def ends(self, prompt: Prompt) -> tuple[int, ...]:
@@ -229,10 +198,10 @@ class ChatTemplate:
         """Return the rendered conversation of `prompt`, readable."""
         return self._encoder.unescape(prompt.rendered)
 
-    def verify(self, prompt: Prompt) -> tuple[SpanCheck, ...]:
-        """Check that `prompt` is the single-pass tokenisation of its text, and return what each pack delivers.
+    def verify(self, prompt: Prompt) -> tuple[tuple[str, str], ...]:
+        """Check that `prompt` is the single-pass tokenisation of its text; raises `TemplateError` if it is not.
 
-        Raises `TemplateError` at the first token that differs.
+        Returns for each pack the text that is delivered as KV, and that at its edges which is prefilled with others.
         """
         encoded = self._encoder.encode(prompt.rendered)
         got, expected = prompt.token_ids, encoded.ids
@@ -279,19 +248,16 @@ class ChatTemplate:
                 continue
             ids = reference.pack.token_ids
             # At the start of the system message some templates trim the end of the pack.
-            is_its_place = not reference.memory or reference.pack.prefix.token_ids == encoded.ids[:first]
+            is_its_place = not reference.memory or reference.pack.prefix == encoded.ids[:first]
             if is_its_place and ids and encoded.ids[first : min(last, first + len(ids))] == ids:
                 last = first + len(ids)
             if last > first:
-                spans.append(Span(first, last, reference, (start, stop), reference.recognised))
+                spans.append(Span(first, last, reference, (start, stop)))
         breaks = tuple(sorted({encoded.token_at(char) for char in break_chars}))
         return Prompt(encoded.ids, tuple(spans), breaks, text, as_text=tuple(texts))
 
     def _message(self, turn: Turn, signs: Sequence[tuple[int, str]] = ()) -> dict[str, Any]:
-        """Return the message of `turn`, with packs as their text and `signs` at their positions.
-
-        The joined content is escaped as a whole, because a special token may cross two segments.
-        """
+        """Return the message of `turn`, with packs as their text and `signs` at their positions."""
         # Guards are inserted before signs, so that a pack's trailing blanks are found directly behind its last sign.
         is_answer = turn.role == "assistant"
         guards = [(at, self._encoder.guard) for at in self._encoder.guards(turn.content, own=is_answer)]
@@ -302,8 +268,8 @@ class ChatTemplate:
     ) -> tuple[str, Callable[[_Inputs], _Inputs]]:
         """Render `messages`; returns the text, and the change made to them and to `options` for it.
 
-        The template must leave guards unchanged. One that changes case or cuts text would break them, which a rendering
-        with guards of another length reveals. Then blanks replace the guards.
+        A template that changes case or cuts text breaks guards, which a rendering with guards of another length
+        reveals. Then blanks replace the guards.
         """
         text, inputs = self._render(messages, options), (messages, options)
         guard, other_guard = self._encoder.guard, self._encoder.other_guard
@@ -315,7 +281,7 @@ class ChatTemplate:
 
     def _finds_packs(self) -> bool:
         text = "Of <|every|> Ship that lies in the Harbour, the Keeper writes down who is its Master. " * 4
-        reference = PackRef("", KnowledgePack(text, "probe", (), Prefix(), ModelFingerprint.unknown()))
+        reference = PackRef("", KnowledgePack(text, "probe", (), (), ModelFingerprint.unknown()))
         turns = self._shaper.shape((Turn("user", ("Read this:\n", reference, "\nWho?")),))
         try:
             return bool(self._prompt(turns, {}, add_generation_prompt=True).spans)
@@ -366,12 +332,12 @@ def _replaced(inputs: _Inputs, old: str, new: str) -> _Inputs:
     return messages, options
 
 
-def _checked(span: Span, encoded: Encoded) -> SpanCheck:
+def _checked(span: Span, encoded: Encoded) -> tuple[str, str]:
     delivered = encoded.text_of(span.start, span.stop)
     before, middle, after = span.reference.text.partition(delivered)
     if not middle:
         raise TemplateError(f"The span of {span.handle} holds {delivered[:40]!r}, which is not in the pack's text.")
-    return SpanCheck(span.handle, len(span), delivered, before + after)
+    return delivered, before + after
 
 
 def _marks(turns: Sequence[Turn]) -> list[list[tuple[int, str]]]:
@@ -424,5 +390,4 @@ def _places(
 
 
 def _leading(text: str) -> int:
-    """Return the number of leading blanks."""
     return len(text) - len(text.lstrip())

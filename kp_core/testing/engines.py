@@ -174,7 +174,7 @@ def check_composer(composer: Composer, engine: Session | None = None) -> None:
     prompt = composed.prompt
     spans = tuple(composer.regions(prompt))
     holds("`regions` returns spans of the prompt.", set(spans) <= set(prompt.spans))
-    moved = [span for span in spans if span.pack.prefix.token_ids != prompt.token_ids[: span.start]]
+    moved = [span for span in spans if span.pack.prefix != prompt.token_ids[: span.start]]
     approximate = 0 if composer.exact else sum(map(len, moved))
     holds("What is composed counts as approximate unless `exact`.", composed.usage.approximate_tokens == approximate)
     is_exact = _are_alike(session, composed, oracle)

@@ -1,13 +1,12 @@
 """What a model may call, the form of its answers in each model family, and how answers are read."""
 
 from kp_core.tools.base import Delta, JsonScan, Tool, ToolCall, ToolCallDelta, ToolChoice
-from kp_core.tools.formats import FORMATS, HARMONY, THINK, Thought, ToolFormat, braced, format_of, tagged, thought_of
+from kp_core.tools.formats import HARMONY, THINK, Thought, ToolFormat, format_of, thought_of
 from kp_core.tools.logprobs import Scores, TokenLogprob, TokenNames
 from kp_core.tools.reader import AnswerReader, HarmonyReader
 from kp_core.tools.shape import AnswerShape
 
 __all__ = [
-    "FORMATS",
     "HARMONY",
     "THINK",
     "AnswerReader",
@@ -24,8 +23,6 @@ __all__ = [
     "ToolCallDelta",
     "ToolChoice",
     "ToolFormat",
-    "braced",
     "format_of",
-    "tagged",
     "thought_of",
 ]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = ["FORMATS", "HARMONY", "THINK", "Thought", "ToolFormat", "braced", "format_of", "tagged", "thought_of"]
+__all__ = ["HARMONY", "THINK", "Thought", "ToolFormat", "braced", "format_of", "tagged", "thought_of"]
 
 _PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _BARE_KEY = re.compile(r"(?<=[{,])(\s*)([^\s\"{}\[\],:]+)(\s*:)")
@@ -71,11 +71,9 @@ class ToolFormat:
 
     A call is the JSON object `{"name": ..., <arguments_key>: {...}}`. With a `separator`, it is the bare name, the
     separator and the JSON of the arguments; `before` then stands directly before a name. Without `between` an answer
-    has at most one call. `markers` may be special tokens of the tokenizer.
-
-    Some models write arguments in a syntax of their own. `read` then parses the arguments, given also the schema of the
-    tool, and `ending` stands behind them. Such a model must write JSON only if it must call a tool. `answer` stands
-    before an answer without a call.
+    has at most one call. `markers` may be special tokens. For a model that writes arguments in its own syntax, `read`
+    parses them, given the schema of the tool, and `ending` stands behind them. `answer` stands before an answer without
+    a call.
     """
 
     name: str
@@ -237,20 +235,6 @@ HARMONY = ToolFormat(
 )
 """GPT-OSS: messages in channels; a call is one of them (see `HarmonyReader`)."""
 
-FORMATS = (
-    HERMES,
-    QWEN_TAGS,
-    LLAMA3,
-    LLAMA4,
-    MISTRAL,
-    MISTRAL_ARGS,
-    DEEPSEEK,
-    DEEPSEEK_31,
-    GEMMA4,
-    FUNCTION_GEMMA,
-    HARMONY,
-)
-
 THINK: Thought = ("<think>", "</think>")
 _THOUGHTS: tuple[Thought, ...] = (THINK, ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>"))
 
@@ -275,6 +259,3 @@ def format_of(template: str) -> ToolFormat:
 def thought_of(template: str) -> Thought | None:
     """Return the reasoning marks of a model with this chat template, or `None`; GPT-OSS has channels instead."""
     return next((marks for marks in _THOUGHTS if marks[1] in template), None)
-
-
-# The spacing of `json.dumps`, which chat templates show models. With free spacing, small models may pad forever.

@@ -1,8 +1,7 @@
 """Splits the text of an answer into visible text, reasoning and tool calls, piece by piece.
 
-The parser of transformers (`tokenizer.get_response_parser`) does not serve here. It raises for a call that the token
-limit cut off and for a string that holds the mark at the end of calls, and needs a second description of each format.
-The channels of GPT-OSS have a reader of their own.
+The parser of transformers (`tokenizer.get_response_parser`) raises for a call that the token limit cut off and for a
+string that holds the mark at the end of calls, and needs a second description of each format.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ __all__ = ["AnswerShape"]
 
 _DEEPEST = 100
 """Maximum nesting of a schema."""
+# The spacing of `json.dumps`, which chat templates show models. With free spacing, small models may pad forever.
 _SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _ANY = r"/(.|\n)*/"
 
@@ -87,8 +88,8 @@ class AnswerShape:
     def grammar(self, form: ToolFormat, token: Callable[[str], int | None], *, thinks: bool, opened: bool) -> str:
         """Return the Lark grammar of answers of this shape, with calls in `form`.
 
-        `token(text)` is the id of a marker that is a special token, else `None`. `thinks` allows a `<think>` block at
-        the beginning; with `opened` the prompt has already begun it.
+        `token(text)` is the id of a marker that is a special token, else `None`. `thinks` allows a `<think>` block
+        first; with `opened` the prompt has begun it.
         """
         options, rules = list[str](), list[str]()
         if self.callable:
@@ -196,6 +197,5 @@ def _literals(text: str, form: ToolFormat, token: Callable[[str], int | None]) -
 
 
 def _is_deep(schema: object, depth: int = 0) -> bool:
-    """Whether lists and mappings are nested more than `_DEEPEST` levels deep."""
     members = schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list | tuple) else ()
     return depth > _DEEPEST or any(_is_deep(member, depth + 1) for member in members)

@@ -88,7 +88,7 @@ def test_pack_place_is_where_the_first_document_will_stand():
     ids = engine.template.render(
         to_messages(prompt.format_messages(context=fact, question="How many sails?"))
     ).token_ids
-    assert ids[: len(pack.prefix) + len(pack.token_ids)] == pack.prefix.token_ids + pack.token_ids
+    assert ids[: len(pack.prefix) + len(pack.token_ids)] == pack.prefix + pack.token_ids
 
 
 @pytest.mark.parametrize(

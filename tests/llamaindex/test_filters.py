@@ -13,8 +13,7 @@ from kp_core import Fact, MemoryFactStore
 from kp_core.errors import FactError
 from kp_core.facts.filters import predicate
 from kp_llamaindex import KnowledgePackIndex, KnowledgePackRetriever
-from kp_llamaindex.filters import to_where
-from kp_llamaindex.nodes import to_fact
+from kp_llamaindex.nodes import to_fact, to_where
 from tests.conftest import tiny_engine
 from tests.llamaindex.conftest import QUESTION
 

@@ -83,7 +83,7 @@ def served(session):
 def packed(session, text, namespace="a"):
     """A pack of this model, and all KV up to its end."""
     pack = session.build_pack(text, namespace=namespace)
-    head = next(session.engine.kv([session._planner.wanted(Prefix(), pack.prefix.token_ids)]))
+    head = next(session.engine.kv([session._planner.wanted(Prefix(), pack.prefix)]))
     return pack, KVTensors.concat([head, pack.kv])
 
 
@@ -99,7 +99,7 @@ def test_the_longest_pack_that_a_prompt_begins_with_is_found_by_ids(tmp_path):
     short, long = (session.build_pack(text, namespace="a") for text in (TEXT[:40], TEXT))
     other = session.build_pack(TEXT, namespace="b")
     stored = StoredKV(store, served(session))
-    ids = long.prefix.token_ids + long.token_ids + (1, 2)
+    ids = long.prefix + long.token_ids + (1, 2)
     assert not list(stored.find(ids, ["a", "b"]))
     for pack in (short, long, other):
         store.put(pack)
@@ -117,7 +117,7 @@ def test_the_longest_pack_that_a_prompt_begins_with_is_found_by_ids(tmp_path):
 def test_packs_of_another_model_dtype_or_rounding_are_not_read(tmp_path):
     session, store = tiny_engine(), PackStore(tmp_path)
     pack = session.build_pack(TEXT, namespace="a")
-    ids = pack.prefix.token_ids + pack.token_ids
+    ids = pack.prefix + pack.token_ids
     for wrong in (
         tiny_engine("qwen3").build_pack(TEXT, namespace="a"),
         tiny_engine(dtype=torch.bfloat16).build_pack(TEXT, namespace="a"),
@@ -137,12 +137,12 @@ def test_what_a_server_computed_is_read_back_bit_for_bit(tmp_path, compress):
     pack, whole = packed(session, TEXT)
     stored = StoredKV(store, served(session), compress)
     handle = store.put(pack.without_kv())
-    run = next(stored.find(pack.prefix.token_ids + pack.token_ids, ["a"]))
+    run = next(stored.find(pack.prefix + pack.token_ids, ["a"]))
     assert not stored.has(run, run.stop)
     stored.write(run, whole)
     # Another replica, on the same store.
     stored = StoredKV(PackStore(tmp_path), served(session))
-    run = next(each for each in stored.find(pack.prefix.token_ids + pack.token_ids, ["a"]) if stored.has(each))
+    run = next(each for each in stored.find(pack.prefix + pack.token_ids, ["a"]) if stored.has(each))
     own = run.parts[-1]
     assert own.handle == str(handle)
     assert store.peek(*stored._key(own)).compression == compress
@@ -165,7 +165,7 @@ def test_a_layer_that_is_damaged_is_not_given_and_its_pack_is_set_aside(tmp_path
     pack, whole = packed(session, TEXT)
     handle = store.put(pack)
     stored = StoredKV(store, served(session))
-    run = next(stored.find(pack.prefix.token_ids + pack.token_ids, ["a"]))
+    run = next(stored.find(pack.prefix + pack.token_ids, ["a"]))
     file = next(tmp_path.glob(f"packs/a/*/{handle.id}*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1

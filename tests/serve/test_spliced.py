@@ -47,7 +47,7 @@ def said_of(remote, store, handles, content="{}\n{}\n{}\n{}\nWho?"):
 def laid(store, said, ids, *, change=list):
     """The packs that a client names, and the rights of the requests that the server makes of it, its own last."""
     moved, packs = moved_packs(said, ids)
-    prefix = pack_of(store, said).prefix.token_ids
+    prefix = pack_of(store, said).prefix
     parts = [PackPart(start, tuple(ids[start:stop]), handle, prefix) for start, stop, handle in moved]
     return moved, [rights for _, rights in laid_steps(("a",), KEY, ids, change(parts), packs)]
 
@@ -220,7 +220,7 @@ def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_pa
     assert len(server.embedded) == len(moved) == 2
     pack = server.store.get(Handle.parse(moved[0][2]))
     inner = ids[moved[0][0] + 3 : moved[0][1] - 2]
-    parts = [embeddings(pack.prefix.token_ids), composer.header, embeddings(inner), composer.trailer]
+    parts = [embeddings(pack.prefix), composer.header, embeddings(inner), composer.trailer]
     assert torch.equal(server.embedded[0], torch.cat(parts))
     rights = Rights.read(server.seen[-1][1]["kv_transfer_params"], server.seen[-1][1]["cache_salt"], KEY)
     stored = StoredKV(server.store, served(tiny_engine()), rope=tiny_engine().engine.model.rope)

@@ -192,7 +192,7 @@ class Samples:
         first_packet = 0 if len(spans) == 1 or draw.random() < _SHARE_OF_ALL else 1
         prefix = spans[0].start
         starts = [span.start for span in spans[first_packet:]]
-        if list(ends[first_packet:-1]) != starts[1:] or spans[0].pack.prefix.token_ids != prompt.token_ids[:prefix]:
+        if list(ends[first_packet:-1]) != starts[1:] or spans[0].pack.prefix != prompt.token_ids[:prefix]:
             return None
         ids = prompt.token_ids
         packets = tuple(ids[start:end] for start, end in zip(starts, ends[first_packet:], strict=True))

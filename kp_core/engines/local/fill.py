@@ -298,7 +298,7 @@ class Run:
         """A wrapped pack with its KV: read from the store, or compiled now and kept there."""
         kv = self.plan.kept.read(span.start, span.stop) if self.plan.kept else None
         if kv is None:
-            before, ids = span.pack.prefix.token_ids, composer.unwrapped(span.pack)
+            before, ids = span.pack.prefix, composer.unwrapped(span.pack)
             with self._engine.scheduler.prefill(len(before) + len(span)):
                 kv = self._model.forward_soft(before, composer.header, ids, composer.trailer)
             self.computed += len(span)

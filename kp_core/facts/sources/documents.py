@@ -239,8 +239,7 @@ def _name_columns(table: Any) -> None:  # noqa: ANN401 - as above
 def _grid(lines: Sequence[Any], heads: int) -> list[list[str]]:
     """Return the cells of a table's rows by column.
 
-    A cell of several rows is in each of them. One of several columns is in the first of them, in the first `heads` rows
-    in all.
+    A cell of several columns is in the first of them, but in the first `heads` rows in all.
     """
     rows, spanning = list[list[str]](), dict[int, tuple[str, int]]()
 

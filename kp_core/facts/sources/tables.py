@@ -25,7 +25,8 @@ def named(names: Sequence[str], values: Sequence[str], caption: str = "") -> str
 
 def are_names(row: Sequence[str]) -> bool:
     """Whether a row can hold the names of columns: none is empty, long, a number, or there twice."""
-    return len(row) > 1 and len(set(row)) == len(row) and all(map(_is_name, row))
+    names = [cell for cell in row if 0 < len(cell) <= _LONGEST_NAME and not _NUMBER.fullmatch(cell)]
+    return 1 < len(row) == len(set(names))
 
 
 def has_header(rows: Sequence[Sequence[str]]) -> bool:
@@ -72,7 +73,3 @@ def page_tables(text: str) -> Iterator[tuple[str, list[list[str]]]]:
         if width > 1 and len(rows) > 2 and has_header(rows) and any(map(_NUMBER.fullmatch, rows[1])):
             yield above if _CAPTION.match(above) else "", rows
         above = rows[-1][0]
-
-
-def _is_name(cell: str) -> bool:
-    return 0 < len(cell) <= _LONGEST_NAME and not _NUMBER.fullmatch(cell)

@@ -50,7 +50,7 @@ def test_a_wrapped_pack_is_what_the_model_computes_of_its_embeddings(isles):
     assert len(prompt) == len(exact) + 2 * 2 * SOFT
     for span in prompt.spans[1:]:
         ids = options["composer"].unwrapped(span.pack)
-        before = torch.tensor(span.pack.prefix.token_ids)
+        before = torch.tensor(span.pack.prefix)
         with torch.no_grad():
             embed = model.get_input_embeddings()
             like = embed.weight.dtype

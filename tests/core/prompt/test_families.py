@@ -6,7 +6,7 @@ from types import MappingProxyType
 import pytest
 
 import kp_core
-from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, Prefix, TokenStream
+from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, TokenStream
 from kp_core.engines.local.grammar import Grammars
 from kp_core.packs.view import PackRef
 from kp_core.testing import tiny_model
@@ -54,7 +54,7 @@ def test_a_conversation_with_tools_comes_through_whole(name):
     prompt = made.render(exchange(), view=Packs(**TEXTS).view(), shape=AnswerShape.of(TOOLS))
     text = made.text(prompt)
     assert [span.handle for span in prompt.spans] == [HANDLE, OTHER, HANDLE]
-    assert "".join(check.as_text for check in made.verify(prompt)).strip(".\n") == ""
+    assert "".join(as_text for _, as_text in made.verify(prompt)).strip(".\n") == ""
     for shown in ("Be brief.", "Look it up.", "The weather of a city.", "Veyl", "Orla Venn.", "And the oil?"):
         assert text.count(shown) == 1, shown
     assert text.count("weather") >= 2
@@ -91,14 +91,13 @@ def test_facts_never_close_a_message(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_memory_stands_at_the_head_also_where_there_is_no_system_role(name):
     made = template(name)
-    tokenised = made.tokenise_pack(TEXTS[HANDLE], "system")
-    prefix = Prefix(tokenised.prompt.token_ids[: tokenised.prompt.spans[0].start])
-    pack = KnowledgePack(tokenised.text, "a", tokenised.token_ids, prefix, ModelFingerprint.unknown())
+    prefix, token_ids = made.tokenise_pack(TEXTS[HANDLE], "system")
+    pack = KnowledgePack(TEXTS[HANDLE], "a", token_ids, prefix, ModelFingerprint.unknown())
     for messages in (exchange(system=False)[:1], exchange()[:2]):
         prompt = made.render(messages, packs=[PackRef(HANDLE, pack)])
         [span] = prompt.spans
-        assert prompt.token_ids[: span.start] == tokenised.prompt.token_ids[: tokenised.prompt.spans[0].start]
-        assert prompt.token_ids[span.start : span.stop] == tokenised.token_ids
+        assert prompt.token_ids[: span.start] == prefix
+        assert prompt.token_ids[span.start : span.stop] == token_ids
         assert made.text(prompt).index(TEXTS[HANDLE]) < made.text(prompt).index("Look it up.")
 
 

@@ -100,9 +100,9 @@ def test_prompt_is_the_single_pass_of_the_text(kind, merges):
     prompt = made.render(messages, view=Packs().view())
     assert prompt.token_ids == single_pass(made, plain)
     assert [span.handle for span in prompt.spans] == [HANDLE, OTHER]
-    for check, pack_text in zip(made.verify(prompt), (text, other), strict=True):
-        assert check.delivered in pack_text
-        assert len(check.as_text) <= 2
+    for (delivered, as_text), pack_text in zip(made.verify(prompt), (text, other), strict=True):
+        assert delivered in pack_text
+        assert len(as_text) <= 2
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
@@ -142,30 +142,27 @@ def test_verify_catches_a_prompt_that_is_not_the_single_pass():
 def test_merges_over_the_edge_are_named():
     made = template("plain", merges=7)
     prompt = made.render(f"{HANDLE}\n\nWho?", view=Packs().view())
-    (check,) = made.verify(prompt)
-    assert check.as_text == "."
-    assert check.delivered == "Orla Venn keeps the light"
+    assert made.verify(prompt) == (("Orla Venn keeps the light", "."),)
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
 @pytest.mark.parametrize("compiled_for", ["user", "system", [{"role": "user", "content": "Facts:\n{pack}\n\nAsk:"}]])
 def test_pack_tokens_are_stable_whatever_follows(kind, compiled_for):
     made = template(kind, merges=7)
-    tokenised = made.tokenise_pack("Orla Venn keeps the light.", compiled_for)
+    text = "Orla Venn keeps the light."
+    prefix, own = made.tokenise_pack(text, compiled_for)
     for follower in ("", "\n\nWho?", " the end", "er", ".", "\n") if compiled_for != "system" else ("Be brief.",):
         if compiled_for == "system":
             messages = [
-                {"role": "system", "content": f"{tokenised.text}\n{follower}"},
+                {"role": "system", "content": f"{text}\n{follower}"},
                 {"role": "user", "content": "u"},
             ]
         elif compiled_for == "user":
-            messages = tokenised.text + follower
+            messages = text + follower
         else:
-            messages = [{"role": "user", "content": f"Facts:\n{tokenised.text}{follower}"}]
+            messages = [{"role": "user", "content": f"Facts:\n{text}{follower}"}]
         ids = made.render(messages).token_ids
-        start = tokenised.prompt.spans[0].start
-        assert ids[:start] == tokenised.prompt.token_ids[:start]
-        assert ids[start : start + len(tokenised.token_ids)] == tokenised.token_ids
+        assert ids[: len(prefix) + len(own)] == prefix + own
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
@@ -174,10 +171,8 @@ def test_a_text_has_one_handle_wherever_it_is_compiled(kind, tmp_path):
     text = "Orla Venn keeps the light."
     handles, tokens = set(), {}
     for compiled_for in ("user", "system"):
-        tokenised = made.tokenise_pack(text, compiled_for)
-        pack = KnowledgePack(tokenised.text, "a", tokenised.token_ids, Prefix(), ModelFingerprint.unknown())
-        handles.add(store.put(pack))
-        tokens[compiled_for] = tokenised.token_ids
+        _, tokens[compiled_for] = made.tokenise_pack(text, compiled_for)
+        handles.add(store.put(KnowledgePack(text, "a", tokens[compiled_for], (), ModelFingerprint.unknown())))
     [handle] = handles
     assert handle == store.handle(text, "a")
     # In place it is its text; as memory it ends its line, and that end is among its tokens.
@@ -192,10 +187,11 @@ def test_a_text_has_one_handle_wherever_it_is_compiled(kind, tmp_path):
 def test_a_pack_whose_stored_text_ends_its_line_still_resolves(placement, tmp_path):
     """Packs for the system message were once stored with the end of their line."""
     made, store = template("plain"), PackStore(tmp_path)
-    tokenised = made.tokenise_pack("Orla Venn keeps the light.", "system")
+    text = "Orla Venn keeps the light."
+    _, token_ids = made.tokenise_pack(text, "system")
     old, new = (
-        store.put(KnowledgePack(text, "a", tokenised.token_ids, Prefix(), ModelFingerprint.unknown()))
-        for text in (tokenised.text + "\n", tokenised.text)
+        store.put(KnowledgePack(stored, "a", token_ids, (), ModelFingerprint.unknown()))
+        for stored in (text + "\n", text)
     )
     assert old != new
     before, after = (
@@ -203,8 +199,8 @@ def test_a_pack_whose_stored_text_ends_its_line_still_resolves(placement, tmp_pa
         for handle in (f"{old} ", f"{new}\n " if placement == "in_place" else f"{new} ")
     )
     assert made.text(before).replace(str(old), str(new)) == made.text(after)
-    assert [before.token_ids[span.start : span.stop] for span in before.spans] == [tokenised.token_ids]
-    assert made.verify(before)[0].delivered == tokenised.text + "\n"
+    assert [before.token_ids[span.start : span.stop] for span in before.spans] == [token_ids]
+    assert made.verify(before)[0][0] == text + "\n"
 
 
 def test_system_placement_moves_packs_and_keeps_handles():
@@ -216,7 +212,7 @@ def test_system_placement_moves_packs_and_keeps_handles():
     )
     assert rendered.count("Orla Venn keeps") == 1
     assert rendered.count(HANDLE) == 2
-    assert [check.as_text for check in made.verify(prompt)] == ["", ""]
+    assert [as_text for _, as_text in made.verify(prompt)] == ["", ""]
 
 
 def exchange(number, result):
@@ -237,7 +233,7 @@ def test_absorbed_exchanges_leave_one_call_and_their_packs():
         '<|im_start|>assistant\n<tool_call>{"name": "search", "arguments": {"page": 2}}</tool_call><|im_end|>\n'
         "<|im_start|>tool\n(In memory, with the results of all earlier calls.)<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert [check.as_text for check in made.verify(prompt)] == ["", ""]
+    assert [as_text for _, as_text in made.verify(prompt)] == ["", ""]
     # Nothing that stands before a new pack moves.
     before = made.render([asked, *searches[:2]], view=Packs().view(), compact=True)
     [own] = before.spans
@@ -339,13 +335,9 @@ def test_what_stands_before_a_pack_does_not_depend_on_what_follows():
     view = Packs().view()
     short = made.render(f"{HANDLE}", view=view)
     long = made.render(f"{HANDLE} {OTHER} and more", view=view)
-    assert (
-        short.prefix_of(short.spans[0])
-        == long.prefix_of(long.spans[0])
-        == Prefix(long.token_ids[: long.spans[0].start])
-    )
-    assert short.prefix_of(short.spans[0]) == made.tokenise_pack(Packs().known[HANDLE]).prompt.prefix_of(short.spans[0])
-    assert len(long.prefix_of(long.spans[1])) == long.spans[1].start
+    prefix, _ = made.tokenise_pack(Packs().known[HANDLE])
+    assert prefix
+    assert [prompt.token_ids[: prompt.spans[0].start] for prompt in (short, long)] == [prefix, prefix]
 
 
 def test_every_token_of_a_pack_belongs_to_its_namespace():

@@ -14,7 +14,8 @@ from benchmarks.grammar import random_schema, valid_answer
 from kp_core import Request, Tool
 from kp_core.errors import GenerationTimeoutError, SamplingError, ToolError
 from kp_core.testing import CHATML, tiny_tokenizer
-from kp_core.tools import FORMATS, THINK, AnswerReader, AnswerShape, HarmonyReader, braced, format_of, tagged
+from kp_core.tools import THINK, AnswerReader, AnswerShape, HarmonyReader, ToolFormat, format_of, formats
+from kp_core.tools.formats import braced, tagged
 from tests.conftest import tiny_engine
 
 WEATHER = {
@@ -38,6 +39,7 @@ SAID = {
     '{"name": "clock", "arguments": {}}]',
     "mistral-args": 'Let me see.[TOOL_CALLS]weather[ARGS]{"city": "Pa\\"ris}"}[TOOL_CALLS]clock[ARGS]{}',
 }
+FORMATS = [value for value in vars(formats).values() if isinstance(value, ToolFormat)]
 FORM = {form.name: form for form in FORMATS}
 
 
