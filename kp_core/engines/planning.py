@@ -146,7 +146,9 @@ class Planner:
 
     def _steered(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Region, ...]:
         """The steered regions of `prompt`. Checks their steerings against the model and warns of too strong ones."""
-        steering = as_steering(request.steering, with_knowledge=bool(prompt.spans))
+        steering = None
+        if request.steering is not None:
+            steering = as_steering(request.steering, with_knowledge=bool(prompt.spans))
         steered = plan_steered(prompt, steering, request.scope, answering=answering)
         for part_steering in (part.steering for region in steered for part in region.parts):
             if part_steering is not None:
