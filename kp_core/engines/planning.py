@@ -374,16 +374,14 @@ class Planner:
             if at:
                 has_words = has_words or bool(prompt.rendered[prompt.spans[at - 1].chars[1] : span.chars[0]].strip())
             else:
-                has_words = self._known(prompt) < span.start
+                # The template wrote these tokens, or they are the prefix that a pack here was compiled for.
+                prefixes = (*self._heads, *(other.pack.prefix.token_ids for other in prompt.spans))
+                known = (len(prefix) for prefix in prefixes if prompt.token_ids[: len(prefix)] == prefix)
+                has_words = max(known, default=0) < span.start
             # A pack without a handle is not in the store, so its text counts as words.
             has_words = has_words or not find_handles(span.handle)
             by_span[span] = has_words
         return by_span
-
-    def _known(self, prompt: Prompt) -> int:
-        """How many of the first tokens the template wrote, or are the prefix that a pack here was compiled for."""
-        prefixes = [*self._heads, *(span.pack.prefix.token_ids for span in prompt.spans)]
-        return max((len(prefix) for prefix in prefixes if prompt.token_ids[: len(prefix)] == prefix), default=0)
 
     @cached_property
     def _heads(self) -> list[tuple[int, ...]]:

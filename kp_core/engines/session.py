@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 
-from kp_core.engines.base import Engine, TokenStream, refusal
+from kp_core.engines.base import CAPABILITIES, Engine, TokenStream
 from kp_core.engines.calibration import Calibrations
 from kp_core.engines.contrast import make_steering
 from kp_core.engines.explain import Explanation, explain
@@ -37,7 +37,14 @@ from kp_core.engines.reading import (
 )
 from kp_core.engines.request import CompiledFor, Request
 from kp_core.engines.selecting import Selector
-from kp_core.errors import BusyError, ContextOverflowError, OptionError, PromptError, ShortTextError
+from kp_core.errors import (
+    BusyError,
+    ContextOverflowError,
+    OptionError,
+    PromptError,
+    ShortTextError,
+    UnsupportedRequestError,
+)
 from kp_core.events import is_heard, log_event
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -331,7 +338,12 @@ class Session:
     def _need(self, capability: str, what: str, *, needed: bool = True) -> None:
         """Raise `UnsupportedRequestError` for `what`, if it is `needed` and the engine lacks the capability."""
         if needed and capability not in self.engine.supports:
-            raise refusal(self.engine, self.name, capability, what)
+            if reason := self.engine.lacks.get(capability):
+                raise UnsupportedRequestError(f"{self.name} does not offer {what}: {reason}.")
+            raise UnsupportedRequestError(
+                f"{self.name} does not offer {what} ({CAPABILITIES[capability]}). `kp_core.load_engine(model)`, which "
+                "runs the model on this machine, does."
+            )
 
     def _cache(self, what: str) -> LocalEngine:
         """The engine; raises `UnsupportedRequestError` unless it has the members of the capability `cache`."""
@@ -454,11 +466,9 @@ def _run_many(
 def _beginning(asked: Asked) -> str:
     """The sort key of a request: its packs by name, then the conversation from its first word on."""
     if isinstance(asked, Mapping):
-        return "".join(f"{pack}\n" for pack in map(_name, asked.get("packs") or ())) + _beginning(asked["messages"])
+        return "".join(
+            f"{pack}\n" for pack in (getattr(pack, "text", pack) for pack in asked.get("packs") or ())
+        ) + _beginning(asked["messages"])
     if isinstance(asked, str):
         return asked
     return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in asked)
-
-
-def _name(pack: object) -> str:
-    return str(getattr(pack, "text", pack))

@@ -280,16 +280,10 @@ def _activations_agree(model: CausalModel) -> bool:
         with suppress(TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # Not a function of rows.
             if not rows_agree(module, width, model.shape.dtype, rows=rows):
                 return False
-            halves = partial(_of_half, module, width)
-            if is_half and not rows_agree(halves, 2 * width, model.shape.dtype, rows=rows):
+            half = partial(lambda module, part: module(part[..., :width]), module)
+            if is_half and not rows_agree(half, 2 * width, model.shape.dtype, rows=rows):
                 return False
     return True
-
-
-def _of_half(module: nn.Module, width: int, rows: Tensor) -> Tensor:
-    """The output of `module` for the first half of each row."""
-    output: Tensor = module(rows[..., :width])
-    return output
 
 
 @torch.inference_mode()

@@ -221,7 +221,9 @@ class PrefixTree:
                 node, count = matches.pop()
                 if count > 1 and not node.label:
                     matches.append((node, count - 1))
-            while self._has_states and matches and not (_is_all(*matches[-1]) and _has_states(matches[-1][0])):
+            while (
+                self._has_states and matches and not (_is_all(*matches[-1]) and (kv := matches[-1][0].kv) and kv.states)
+            ):
                 matches.pop()
             path = Path(self, self._root)
             for node, count in matches:
@@ -497,10 +499,6 @@ def _storage(kv: KVTensors) -> int:
 
 def _is_all(node: Node, count: int) -> bool:
     return count == len(node.ids)
-
-
-def _has_states(node: Node) -> bool:
-    return node.kv is not None and bool(node.kv.states)
 
 
 def _common(node: Node, ids: tuple[int, ...], at: int, stop: int) -> int:
