@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import threading
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from functools import cached_property
@@ -24,7 +23,6 @@ __all__ = [
     "OF_THE_CORE",
     "OPTIONS",
     "PER_CALL",
-    "WITHOUT_EFFECT",
     "CompiledFor",
     "Keep",
     "Mismatch",
@@ -40,10 +38,6 @@ Order: TypeAlias = Literal["given", "free"]
 Upgrade: TypeAlias = Literal["none", "background"]
 
 _EXACT = ExactComposer()
-WITHOUT_EFFECT: Mapping[str, str] = {
-    "deterministic": "an engine computes in one way, bit for bit where it supports 'bitwise'"
-}
-"""Options of the last release that are accepted and have no effect, because they now always hold."""
 _RENAMED: Mapping[str, Sequence[str]] = {
     "absorb": ("compact",),
     "bank": ("fact_store", "namespaces"),
@@ -55,7 +49,8 @@ _RENAMED: Mapping[str, Sequence[str]] = {
 }
 """Names of an earlier release or of another library, each with the names that may replace it."""
 _REMOVED: Mapping[str, str] = {
-    "co_compile": "It was removed; `keep='always'` keeps what a request computes behind other packs."
+    "co_compile": "It was removed; `keep='always'` keeps what a request computes behind other packs.",
+    "deterministic": "It was removed; an engine computes in one way, bit for bit where it supports 'bitwise'.",
 }
 """Options of an earlier release, each with what to do instead."""
 _INSTEAD: Mapping[str, tuple[str, str]] = {
@@ -252,17 +247,8 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str, hints:
 
 
 def checked_options(options: Mapping[str, Any], what: str, known: Iterable[str] = OPTIONS) -> dict[str, Any]:
-    """`options` without those that have no effect, and with the default in place of `None`.
-
-    Issues a `DeprecationWarning` for options without effect. Raises `OptionError` for names that are not `known`; its
-    message says that `what` has no such option.
-    """
-    names = tuple(known)
-    refuse_unknown([name for name in options if name not in WITHOUT_EFFECT], names, what)
-    checked = {}
-    for name, value in options.items():
-        if reason := WITHOUT_EFFECT.get(name):
-            warnings.warn(f"`{name}` has no effect any more: {reason}.", DeprecationWarning, stacklevel=4)
-        else:
-            checked[name] = OPTIONS[name].default if value is None and name in OPTIONS else value
-    return checked
+    """`options` with the default in place of `None`; raises as `refuse_unknown`."""
+    refuse_unknown(options, known, what)
+    return {
+        name: OPTIONS[name].default if value is None and name in OPTIONS else value for name, value in options.items()
+    }
