@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeAlias
 
-__all__ = ["Listener", "is_heard", "log_event", "subscribe"]
+__all__ = ["Listener", "log_event", "subscribe"]
 
 Listener: TypeAlias = Callable[[str, Mapping[str, float | str]], object]
 """Takes the name of an event and its counts. It is called in the thread that did the work, so it must be quick, and it
@@ -26,11 +26,6 @@ def subscribe(listener: Listener) -> Callable[[], None]:
         _listeners = tuple(other for other in _listeners if other is not listener)
 
     return unsubscribe
-
-
-def is_heard(logger: logging.Logger) -> bool:
-    """Whether anybody takes events: for counts that take time to make."""
-    return bool(_listeners) or logger.isEnabledFor(logging.DEBUG)
 
 
 def log_event(logger: logging.Logger, name: str, **counts: float | str) -> None:

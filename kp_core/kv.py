@@ -131,13 +131,10 @@ class KVTensors:
             and len(self.states) == len(other.states)
             and all(
                 left.dtype == right.dtype and torch.equal(left, right)
-                for left, right in zip(self._all, other._all, strict=True)
+                for mine, theirs in ((self.keys, other.keys), (self.values, other.values), (self.states, other.states))
+                for left, right in zip(mine, theirs, strict=True)
             )
         )
-
-    @property
-    def _all(self) -> tuple[Tensor, ...]:
-        return (*self.keys, *self.values, *self.states)
 
     def _each(self, act: Callable[[Tensor], Tensor]) -> KVTensors:
         return KVTensors(*(tuple(map(act, tensors)) for tensors in (self.keys, self.values, self.states)))

@@ -52,6 +52,12 @@ class Region:
         return self.spans[0] if self.spans else None
 
     @property
+    def lacks_kv(self) -> bool:
+        """Whether a pack has no KV for it, in memory or in the store, so that the model computes it."""
+        pack = self.span.pack if self.span and self.source in ("pack", "composed") else None
+        return pack is None or (pack.kv is None and not pack.stored_bytes)
+
+    @property
     def between(self) -> tuple[int, ...]:
         """Positions, counted from `start`, of the tokens outside of packs."""
         in_packs = {at for span in self.spans for at in range(span.start, span.stop)}

@@ -270,8 +270,7 @@ class Planner:
         plan, _ = self._sourced(prompt, request, source)
         found, tokens = self._found(plan), 0
         for region in plan.regions:
-            pack = region.span.pack if region.span and region.source in ("pack", "composed") else None
-            if pack is None or (pack.kv is None and not pack.stored_bytes):
+            if region.lacks_kv:
                 tokens += max(0, region.stop - max(region.start, found))
         return tokens
 

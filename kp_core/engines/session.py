@@ -45,7 +45,7 @@ from kp_core.errors import (
     ShortTextError,
     UnsupportedRequestError,
 )
-from kp_core.events import is_heard, log_event
+from kp_core.events import log_event
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
@@ -412,8 +412,7 @@ class Session:
         if plan.kept:
             plan.kept.write(self.when_idle)
         usage = generation.usage
-        if is_heard(logger):
-            log_event(logger, "packs read", packs=len(plan.prompt.spans), **usage.to_dict())
+        log_event(logger, "packs read", packs=len(plan.prompt.spans), **usage.to_dict())
         if usage.computed_tokens >= _PACED:
             self._pace = (self._pace[0] + usage.computed_tokens, self._pace[1] + usage.ttft_s)
         return generation

@@ -359,14 +359,19 @@ def _calls(visible: Sequence[int]) -> list[tuple[slice, int]]:
     return [(pairs, keys) for pairs, keys in calls if pairs.start < pairs.stop]
 
 
-def _cache_of(buffers: Sequence[KVBuffer], counts: Sequence[int] = (), rows: Sequence[int] | None = None) -> Cache:
+def _cache_of(
+    buffers: Sequence[KVBuffer],
+    counts: Sequence[int] = (),
+    rows: Sequence[int] | None = None,
+    places: Tensor | None = None,
+) -> Cache:
     """The buffers as one cache, for one new token each, or for `counts` new tokens in one sequence.
 
-    A pass writes the new tokens of `rows`; by default, of all.
+    A pass writes the new tokens of `rows`, by default of all, behind the others or to `places`.
     """
     rows = range(len(buffers)) if rows is None else rows
-    layers = range(len(buffers[0].layers))
-    return Cache(layers=[RowsLayer([buffer.layers[at] for buffer in buffers], counts, rows) for at in layers])
+    layers = zip(*(buffer.layers for buffer in buffers), strict=True)
+    return Cache(layers=[RowsLayer(list(of_rows), counts, rows, places) for of_rows in layers])
 
 
 class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
@@ -453,12 +458,7 @@ class ReplayedRows:
         self._stops = [0] * len(buffers)
         """Keys of each buffer that a step reads."""
         self._masks: dict[Sees, list[Tensor]] = {}
-        self._cache = Cache(
-            layers=[
-                RowsLayer(list(layers), (), range(len(buffers)), self._positions)
-                for layers in zip(*(buffer.layers for buffer in buffers), strict=True)
-            ]
-        )
+        self._cache = _cache_of(buffers, places=self._positions)
         self._steps = 0
 
     @torch.inference_mode()
