@@ -63,47 +63,41 @@ _INSTEAD: Mapping[str, tuple[str, str]] = {
 ABOUT: Mapping[str, str] = {
     "max_tokens": "Most tokens to generate; by default 512, or fewer where the context ends sooner.",
     "temperature": "How freely tokens are chosen; 0 (default) is greedy.",
-    "top_p": ("Choose among the likeliest tokens that have this share of probability together; 1 (default) is all."),
+    "top_p": "Choose among the likeliest tokens that together have this probability; 1 (default) is all.",
     "top_k": "Choose among so many of the likeliest tokens; 0 (default) is all.",
     "repetition_penalty": "Above 1 (default), tokens that stood before become less likely.",
     "seed": "Equal seeds choose equal tokens. Without one, each call with a `temperature` draws anew.",
     "stop": "Strings that end the answer and are left out of it.",
-    "logprobs": (
-        "Return the log-probability of each generated token: of the model's logits, before temperature, penalties and "
-        "grammar."
-    ),
+    "logprobs": "Return the log-probability of each generated token, before temperature, penalties and grammar.",
     "top_logprobs": (
-        "So many of the likeliest tokens in the place of each, at most 20, with their log-probabilities; this alone "
-        "switches `logprobs` on."
+        "Return as many of the likeliest tokens in the place of each, at most 20; this switches `logprobs` on."
     ),
     "view": "Resolves handles in the messages; without it they stay text.",
     "packs": "Packs, or handles that resolve, to place at the head of the system message.",
     "placement": (
-        "`in_place`: a pack stands where its handle stood. `system`: all packs go to the head of the system message."
+        "`in_place`: packs stand where their handles stood. `system`: all stand at the head of the system message."
     ),
     "compact": (
         "Tool exchanges that brought nothing but packs shrink to the latest call and one short line for each message "
-        "of the user, so that a prompt stays as long as it was however often an agent searched for it. This is another "
-        "prompt than that of text in place, so a model may answer otherwise."
+        "of the user. This is another prompt than that of text in place, so a model may answer otherwise."
     ),
-    "recognise": ("Exact texts of packs, in messages of trusted roles, are read from their KV."),
+    "recognise": "Exact texts of packs, in messages of trusted roles, are read from their KV.",
     "order": (
         "`given`: packs stand in the order in which they were named. `free`: packs side by side in one message are a "
         "set; they are sent in the order that leaves the fewest tokens to compute, each once."
     ),
     "composer": "Makes the KV of packs that do not stand where they were compiled.",
     "keep": (
-        "Whether KV that was computed behind other packs is kept in the store of the view, so that it survives a "
-        "restart: `used_twice` (from the second time on, in the background), `always` (before the call returns), or "
-        "`never`."
+        "Whether KV computed behind other packs is kept in the store of the view, for after a restart: `used_twice` "
+        "(from the second time on, in the background), `always` (before the call returns), or `never`."
     ),
     "keep_in": (
         "The namespace of this conversation: where KV behind its own words is kept. By default that of the view, when "
         "it has one alone; with several, such KV is not kept."
     ),
     "upgrade": (
-        "`background`: what an approximate composer made is computed exactly when the engine is idle, so that the next "
-        "request with these packs is exact and as fast. `none` (default) leaves it."
+        "`background`: what an approximate composer made is computed exactly when the engine is idle, so that the "
+        "next request with these packs is exact and as fast. `none` (default) leaves it."
     ),
     "mismatch": (
         "What to do with a pack that another model made: `error`, `rebuild` it from its text, or `accept` KV "
@@ -111,11 +105,11 @@ ABOUT: Mapping[str, str] = {
     ),
     "unresolved": (
         "What to do with a handle that brings no pack: `error` (for production), `warn` (log it once, and send it as "
-        "text), or only send it as `text`. A role that is not trusted raises no error."
+        "text), or `text`. A role that is not trusted raises no error."
     ),
     "steering": (
-        "What to add to cached values: a `Steering` as it is, or `(steering, alpha)`; an alpha of `None` is "
-        "the default strength, which is lower beside packs."
+        "What to add to cached values: a `Steering`, or `(steering, alpha)`; an alpha of `None` is the default, which "
+        "is lower beside packs."
     ),
     "scope": (
         "What is steered: `pack`, `system`, `prompt` or `last_token`; by default the system message with the "
