@@ -34,10 +34,8 @@ How: TypeAlias = Literal["amend", "overwrite", "rebuild"]
 _WORDING = 'Correction: {sentence} This replaces "{old}".'
 """The best of seventeen wordings (`docs/editing.md`). Packs keep errata in earlier wordings, which stay valid."""
 _END = re.compile(r"(?<=[.!?])\s+|\n+")
-_SHOWN = 30
-"""Characters of context that error messages show on each side of a match."""
-_LONGEST = 240
-"""Most characters of the sentence that an erratum repeats on each side of the correction."""
+_SHOWN = 30  # Characters of context that error messages show on each side of a match.
+_LONGEST = 240  # Most characters of the sentence that an erratum repeats on each side of the correction.
 
 
 def edit(  # noqa: PLR0913 - the arguments of the functions it calls

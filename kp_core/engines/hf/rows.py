@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 _SHORT = 2 * TILE
 """Rows with fewer tokens than this share one attention call without a common prefix, over a copy of their keys."""
 
-_SPARE = 16
-"""Room for copies of tiles is allocated in multiples of this, so that one more row fits."""
+_SPARE = 16  # Room for copies of tiles is allocated in multiples of this, so that one more row fits.
 
 
 Record: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
@@ -42,8 +41,7 @@ Record: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 PLAIN_STEPS = 2
 """Steps before the one that is recorded: they set up what libraries make once, and a short answer needs no recording.
 """
-_KEYS = 1024
-"""Keys are read up to a multiple of this; behind it, the step is recorded again."""
+_KEYS = 1024  # Keys are read up to a multiple of this; behind it, the step is recorded again.
 
 
 class Rows:

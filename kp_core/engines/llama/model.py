@@ -37,7 +37,6 @@ class LlamaModel:
 
     def __init__(self, context: Context, dtype: torch.dtype) -> None:
         self.context = context
-        """The model and its KV."""
         lib, model = context.lib, context.model
         kind = context.metadata("general.architecture")
         width = int(lib.llama_model_n_embd(model)) // int(lib.llama_model_n_head(model))
@@ -45,7 +44,6 @@ class LlamaModel:
         context.call(context.decode, [(0, 0, [0] * _PROBE)], "none")
         self.shape = measured_shape(context.call(context.state, 0, 0, _PROBE), dtype, *dims)
         context.call(context.remove, 0)
-        """Of the keys and values."""
         self.vocabulary = context.vocabulary
         self.max_positions = min(context.cells, int(lib.llama_model_n_ctx_train(model)))
         self.end_tokens = frozenset(

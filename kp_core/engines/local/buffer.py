@@ -41,8 +41,7 @@ logger = logging.getLogger(__name__)
 TILE = 256
 """Positions in one tile of attention (`hf.attention`). Attention reads whole tiles, also where one is partly filled."""
 _IDLE = 2  # Idle buffers that are kept, whatever their size.
-_LOOK_S = 0.05
-"""How often a waiting request checks its limit, in seconds. Reaching the limit sends no signal."""
+_LOOK_S = 0.05  # How often a waiting request checks its limit, in seconds. Reaching the limit sends no signal.
 Copy: TypeAlias = Callable[[Sequence[Sequence[tuple[Tensor, Tensor]]]], list[Callable[[], None]]]
 _LONG_S = 10.0  # Seconds after which a request that waits for memory is logged.
 
