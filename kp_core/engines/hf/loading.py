@@ -77,14 +77,12 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
 
     `model` is an id, a folder, a GGUF file, or a model object (with `tokenizer`); by default the bundled
     SmolLM2-135M-Instruct. The default `device` is the best available (CUDA, MPS, CPU). The default `dtype` is bfloat16
-    if the machine supports it; `"auto"` keeps that of the checkpoint. `cache_bytes` is the budget of all KV in memory,
-    both of running requests and cached for later ones: see `default_cache_bytes`. On CUDA, what does not fit moves to
-    `host_cache_bytes` of host memory, by default an eighth of it, and comes back without compute. `chunk_tokens` is the
-    most tokens of one forward pass, for which other requests wait. With `graphs`, decoding on CUDA replays captured
-    steps, where the model allows it. `template_options` go to the chat template.
-    Code in a checkpoint runs only with `trust_remote_code`. `loading` goes to `from_pretrained`: `device_map`,
-    `quantization_config`, `attn_implementation` (the model then keeps it, and it is part of the numerics), `revision`,
-    `token`, `torch_dtype`.
+    if the machine supports it; `"auto"` keeps that of the checkpoint. `cache_bytes` is the budget of all KV in memory
+    (`default_cache_bytes`). On CUDA, what does not fit moves to `host_cache_bytes` of host memory, by default an eighth
+    of it. `chunk_tokens` is the most tokens of one forward pass, for which other requests wait. With `graphs`, decoding
+    on CUDA replays captured steps, where the model allows it. `template_options` go to the chat template. Code in a
+    checkpoint runs only with `trust_remote_code`. `loading` goes to `from_pretrained`: `device_map`,
+    `quantization_config`, `attn_implementation` (which the model then keeps), `revision`, `token`, `torch_dtype`.
 
     Raises `OptionError` for unknown names, `ModelError` when loading fails, `UnsupportedModelError` for architectures
     that packs cannot serve, `TemplateError` without a chat template.

@@ -182,10 +182,9 @@ class SequenceBuffer(KVBuffer):
 class SequencePool(BufferPool):
     """Gives sequences to requests, as far as the cells of the context go. The prefix tree has a budget of its own.
 
-    A request forks the sequence that has most of its KV already, in use or idle; other KV comes from the prefix tree.
-    Attention looks at the cells of all sequences, and with 20 idle packs of 1,000 tokens an answer takes 1.5 times as
-    long, so a request drops all idle sequences that it does not go on from. A request that does not fit beside those
-    under way waits.
+    A request forks the sequence that has most of its KV, in use or idle; other KV comes from the prefix tree. Attention
+    looks at the cells of all sequences (with 20 idle packs of 1,000 tokens an answer takes 1.5 times as long), so a
+    request drops all idle sequences that it does not go on from.
 
     `give` takes no lock, because garbage collection may call it in the thread of llama.cpp, for which the holder of a
     lock may be waiting. All other methods that change the pool are called in a `turn`.

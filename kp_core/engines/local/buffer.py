@@ -410,9 +410,7 @@ class BufferPool:
                     logger.warning(
                         "A request waits for %s bytes of KV memory; %s of %s are held by answers under way. Streams "
                         "that are open and not read hold theirs: close them, or raise cache_bytes.",
-                        f"{size:,}",
-                        f"{self.used:,}",
-                        f"{self.budget_bytes:,}",
+                        *(f"{nbytes:,}" for nbytes in (size, self.used, self.budget_bytes)),
                     )
                 self._changed.wait(_LOOK_S)
 
