@@ -21,16 +21,7 @@ from kp_core.packs.handle import strip_handles
 from kp_core.plan import Limit, Plan
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.template import ChatTemplate
-from kp_core.tools import (
-    HARMONY,
-    THINK,
-    AnswerReader,
-    Delta,
-    HarmonyReader,
-    TokenLogprob,
-    TokenNames,
-    ToolCall,
-)
+from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader, TokenLogprob, TokenNames, ToolCall
 
 __all__ = [
     "AsyncStream",

@@ -16,39 +16,18 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kp_core.bundled import BUNDLED_MODEL, BUNDLED_VERSION, check_reachable, converted, installed_file
-from kp_core.engines.hf.identity import (
-    commit_of,
-    fingerprint_of,
-    place_of,
-    stamp_files,
-    unreadable,
-    watched,
-)
+from kp_core.engines.hf.identity import commit_of, fingerprint_of, place_of, stamp_files, unreadable, watched
 from kp_core.engines.hf.kinds import kind_of
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.engines.request import refuse_unknown
 from kp_core.engines.session import Session
-from kp_core.errors import (
-    MissingDependencyError,
-    ModelChangedError,
-    ModelError,
-    UnsupportedModelError,
-)
+from kp_core.errors import MissingDependencyError, ModelChangedError, ModelError, UnsupportedModelError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
 
-__all__ = [
-    "LOADING",
-    "best_device",
-    "best_dtype",
-    "bundled_model",
-    "crowding",
-    "load",
-    "load_session",
-    "name_of",
-]
+__all__ = ["LOADING", "best_device", "best_dtype", "bundled_model", "crowding", "load", "load_session", "name_of"]
 
 logger = logging.getLogger(__name__)
 
