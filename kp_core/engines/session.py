@@ -131,11 +131,10 @@ class Session:
     def generate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401 - of `Request`
         """The answer to a conversation (a string is one user message).
 
-        Raises `PromptError` for messages that cannot become a prompt, `ContextOverflowError` before anything is
-        computed, `FingerprintMismatchError` for packs of another model (unless `mismatch="rebuild"`),
-        `SteeringMismatchError`, a subclass of it, for a steering of another model, `SteeringError` for a steering that
-        has no position in the prompt, `SamplingError`, `OptionError`, and `CacheBudgetError` for a request larger than
-        the engine's memory for KV.
+        Raises `PromptError` for messages that cannot become a prompt, `ContextOverflowError`,
+        `FingerprintMismatchError` for packs of another model (unless `mismatch="rebuild"`), `SteeringMismatchError`, a
+        subclass of it, for a steering of another model, `SteeringError` for a steering that has no position in the
+        prompt, `SamplingError`, `OptionError`, and `CacheBudgetError` for a request larger than the engine's memory.
         """
         return self.stream(messages, **options).result()
 

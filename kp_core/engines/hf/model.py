@@ -121,7 +121,7 @@ class CausalModel:
                 logger.warning("Steps of decoding are not recorded: %s", error)
                 return
             plain = [self._next([token], buffer) for token in tokens for buffer in expected]
-        if not replayed.is_recorded:
+        if replayed.replay is None:
             return
         if self._agree(steps, plain):
             self.record = record

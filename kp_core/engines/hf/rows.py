@@ -450,7 +450,8 @@ class ReplayedRows:
     ) -> None:
         self._model, self._options, self._buffers, self._sees = model, options, tuple(buffers), sees
         self._record: Record | None = record
-        self._replay: Callable[[], Tensor] | None = None
+        self.replay: Callable[[], Tensor] | None = None
+        """The recorded step, until it needs more keys."""
         self._device = buffers[0].layers[0].keys.device
         self._ids, self._positions = torch.zeros(2, len(buffers), 1, dtype=torch.long, device=self._device)
         self._stops = [0] * len(buffers)
@@ -467,28 +468,23 @@ class ReplayedRows:
             self._make_room(lengths)
         self._ids.copy_(torch.tensor(tokens)[:, None])
         self._positions.copy_(torch.tensor(lengths)[:, None])
-        if self._replay is None and self._record is not None and self._steps >= PLAIN_STEPS:
+        if self.replay is None and self._record is not None and self._steps >= PLAIN_STEPS:
             try:
-                self._replay = self._record(self._compute)
+                self.replay = self._record(self._compute)
             except Exception as error:  # whatever CUDA or a model raises
                 if is_out_of_memory(error):
                     raise
                 self._record = None
                 logger.warning("Steps of decoding are not recorded: %s", str(error).partition("\n")[0])
-        logits = self._compute() if self._replay is None else self._replay()
+        logits = self._compute() if self.replay is None else self.replay()
         self._steps += 1
         for buffer, length in zip(self._buffers, lengths, strict=True):
             buffer.passed(length + 1)
         return logits.clone()
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether the next step is a replay, unless it needs more keys."""
-        return self._replay is not None
-
     def _make_room(self, lengths: Sequence[int]) -> None:
         """Let steps read more keys. Those that are not there yet become zero, since a weight of 0 times NaN is NaN."""
-        self._replay = None
+        self.replay = None
         for row, (buffer, length) in enumerate(zip(self._buffers, lengths, strict=True)):
             self._stops[row] = stop = min(buffer.capacity, (length // _KEYS + 1) * _KEYS)
             for layer in buffer.layers:
