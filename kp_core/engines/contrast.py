@@ -16,7 +16,8 @@ from kp_core.plan import Plan
 from kp_core.progress import bar_of
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.template import ChatTemplate
-from kp_core.steering import LayerRange, Method, Pair, Steering, check_method, resolve_layers
+from kp_core.steering import LayerRange, Method, Pair, Steering, resolve_layers
+from kp_core.steering.value import check_method
 
 __all__ = ["make_steering"]
 
