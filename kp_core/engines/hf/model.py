@@ -33,13 +33,11 @@ from kp_core.engines.hf.kinds import (
 from kp_core.engines.hf.rows import Record, ReplayedRows, Rows, captured, run_ragged
 from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.local.buffer import TILE, BufferPool, KVBuffer
-from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.model import Memory
 from kp_core.engines.local.scheduler import let_go
 from kp_core.engines.local.tree import PrefixTree
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
 from kp_core.kv import KVTensors
-from kp_core.plan import Sampling
 from kp_core.rope import Rope
 
 __all__ = ["CausalModel"]
@@ -357,11 +355,7 @@ class CausalModel:
         if why := self.lacks.get("compose"):
             raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {why}.")
 
-    def sampler(
-        self, sampling: Sampling, prompt_ids: Sequence[int], constraint: Constraint | None
-    ) -> Callable[[Tensor, int], int]:
-        """See `sampler_of`."""
-        return sampler_of(sampling, prompt_ids, self.shape.device, constraint)
+    sampler = staticmethod(sampler_of)
 
     @torch.inference_mode()
     def _install_attention(self) -> None:

@@ -14,11 +14,10 @@ from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.llama.context import Context, Row
 from kp_core.engines.llama.state import measured_shape, read_state, state_size, write_state
 from kp_core.engines.local.buffer import BufferPool, CacheShape, KVBuffer
-from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.tree import Name, PrefixTree
 from kp_core.errors import CacheBudgetError, UnsupportedRequestError
 from kp_core.kv import KVTensors
-from kp_core.plan import Limit, Sampling
+from kp_core.plan import Limit
 from kp_core.rope import Rope
 
 __all__ = ["LlamaModel", "SequenceBuffer", "SequencePool"]
@@ -88,11 +87,7 @@ class LlamaModel:
 
     forward_among = forward_soft = _refuse
 
-    def sampler(
-        self, sampling: Sampling, prompt_ids: Sequence[int], constraint: Constraint | None
-    ) -> Callable[[Tensor, int], int]:
-        """See `sampler_of`."""
-        return sampler_of(sampling, prompt_ids, self.device, constraint)
+    sampler = staticmethod(sampler_of)
 
     def _behind(self, buffer: KVBuffer, ids: Sequence[int], outputs: Literal["none", "last", "all"]) -> Tensor:
         size = self.context.batch_tokens

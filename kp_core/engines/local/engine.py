@@ -106,7 +106,7 @@ class LocalEngine:
         # A prefill without an answer needs no grammar.
         if plan.grammar is not None and plan.token_budget:
             constraint = self._grammars.constraint(plan.grammar, plan.token_budget, opened=plan.opened)
-        sampler = self.model.sampler(plan.sampling, plan.prompt.token_ids, constraint)
+        sampler = self.model.sampler(plan.sampling, plan.prompt.token_ids, self.model.shape.device, constraint)
         return TokenStream(partial(self._answer, plan, sampler))
 
     def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:
