@@ -411,7 +411,7 @@ class Session:
         if plan.kept:
             plan.kept.write(self.when_idle)
         usage = generation.usage
-        log_event(logger, "packs read", packs=len(plan.prompt.spans), **usage.to_dict())
+        log_event(logger, "packs read", packs=len(plan.prompt.spans), **vars(usage))
         if usage.computed_tokens >= _PACED:
             self._pace = (self._pace[0] + usage.computed_tokens, self._pace[1] + usage.ttft_s)
         return generation
