@@ -55,15 +55,13 @@ class Delivery:
     """Delivers `facts` as packs in `store` (or its path), compiled by `engine` for the position `compiled_for`.
 
     `unit`: `fact` is one fact; `bank` all facts of a bank, one per line, in the order they were added; `document` all
-    facts of one source in that order (a fact without a source is its own document). No unit crosses namespaces.
-    Searches are limited to `namespace`; `None` is all of them. `kv`: `stored`, or `lazy` for only text and tokens, if
-    the store is slower than the model. `compress` is how KV is stored (see `KnowledgePack.compressed`). With `accept`,
-    packs of this model in other numerics, such as int8, are not made again; requests must then say `mismatch="accept"`.
-    A unit that is found without a pack is compiled before the search returns; with `precompile="idle"` it goes as text
-    and is compiled when the engine is idle. Without an `engine`, packs are only looked up, and a unit without a pack
-    goes as text, with a warning. Without `facts`, only `deliver` works.
-
-    Raises `FactError` for an unknown unit, kv, compress or precompile, `HandleError` for an invalid namespace.
+    facts of one source (a fact without a source is its own document). No unit crosses namespaces. Searches are limited
+    to `namespace`; `None` is all of them. `kv`: `stored`, or `lazy` for only text and tokens. `compress` is how KV is
+    stored (`KnowledgePack.compressed`). With `accept`, packs of this model in other numerics, such as int8, are not
+    made again; requests must then say `mismatch="accept"`. A unit that is found without a pack is compiled before the
+    search returns; with `precompile="idle"` it goes as text and is compiled when the engine is idle. Without an
+    `engine`, a unit without a pack goes as text, with a warning. Without `facts`, only `deliver` works. Raises
+    `FactError` for an unknown unit, kv, compress or precompile, `HandleError` for an invalid namespace.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per part it is made of

@@ -33,10 +33,8 @@ How: TypeAlias = Literal["amend", "overwrite", "rebuild"]
 _WORDING = 'Correction: {sentence} This replaces "{old}".'
 """The best of seventeen wordings (`docs/editing.md`). Packs keep errata in earlier wordings, which stay valid."""
 _END = re.compile(r"(?<=[.!?])\s+|\n+")
-_SHOWN = 30
-"""Characters of context that error messages show on each side of a match."""
-_LONGEST = 240
-"""Most characters of the sentence that an erratum repeats on each side of the correction."""
+_SHOWN = 30  # Characters of context that error messages show on each side of a match.
+_LONGEST = 240  # Most characters of the sentence that an erratum repeats on each side of the correction.
 
 
 def edit(  # noqa: PLR0913 - the arguments of the functions it calls
@@ -294,7 +292,9 @@ def _line(base: str, each: Correction, others: Sequence[Correction]) -> str:
     before = _applied(base[: each.start], [other for other in others if other.start < each.start])
     shifted = [replace(other, start=other.start - each.stop, stop=other.stop - each.stop) for other in others]
     after = _applied(base[each.stop :], [other for other in shifted if other.start >= 0])
-    head, tail = _sentence_around(before, after)
+    # The sentence around the field.
+    head, end = _END.split(before[-_LONGEST:])[-1] if before else "", _END.search(after)
+    tail = after[: end.start() if end else None][:_LONGEST].rstrip()
     return _WORDING.format(old=base[each.start : each.stop], sentence=f"{head}{each.new}{tail}")
 
 
@@ -331,10 +331,3 @@ def _difference(text: str, other: str) -> tuple[str, str]:
     head = common_length(words, other_words)
     tail = common_length(words[head:][::-1], other_words[head:][::-1])
     return "".join(words[head : len(words) - tail]), "".join(other_words[head : len(other_words) - tail])
-
-
-def _sentence_around(before: str, behind: str) -> tuple[str, str]:
-    """The end of `before` and the start of `behind` that belong to the sentence around the place between them."""
-    head = _END.split(before[-_LONGEST:])[-1] if before else ""
-    end = _END.search(behind)
-    return head, behind[: end.start() if end else None][:_LONGEST].rstrip()

@@ -7,30 +7,24 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeAlias
 
-__all__ = ["Listener", "is_heard", "log_event", "subscribe"]
+__all__ = ["Listener", "log_event", "subscribe"]
 
 Listener: TypeAlias = Callable[[str, Mapping[str, float | str]], object]
 """Takes the name of an event and its counts. It is called in the thread that did the work, so it must be quick, and it
 must not call an engine or a store."""
 
-_listeners: tuple[Listener, ...] = ()
+_listeners: list[Listener] = []
 
 
 def subscribe(listener: Listener) -> Callable[[], None]:
     """Call `listener` for each event of this process, whatever the log's level. Returns a function that ends it."""
-    global _listeners  # noqa: PLW0603 - a process has one list of listeners, as it has one log
-    _listeners = (*_listeners, listener)
+    _listeners.append(listener)
 
     def unsubscribe() -> None:
-        global _listeners  # noqa: PLW0603
-        _listeners = tuple(other for other in _listeners if other is not listener)
+        with suppress(ValueError):
+            _listeners.remove(listener)
 
     return unsubscribe
-
-
-def is_heard(logger: logging.Logger) -> bool:
-    """Whether anybody takes events: for counts that take time to make."""
-    return bool(_listeners) or logger.isEnabledFor(logging.DEBUG)
 
 
 def log_event(logger: logging.Logger, name: str, **counts: float | str) -> None:
@@ -38,7 +32,7 @@ def log_event(logger: logging.Logger, name: str, **counts: float | str) -> None:
 
     An error of a log handler or a listener is not passed on, so that the work goes on.
     """
-    for listener in _listeners:
+    for listener in [*_listeners]:
         with suppress(Exception):
             listener(name, counts)
     if logger.isEnabledFor(logging.DEBUG):

@@ -17,16 +17,13 @@ __all__ = ["KVTensors"]
 class KVTensors:
     """KV cache of consecutive tokens: per layer, keys and values of shape `(kv_heads, tokens, head_dim)`.
 
-    Keys are stored as the model caches them, after RoPE, so they belong to the positions they were computed at. All
-    layers have the same dtype and token count, and a layer's keys and values the same device. kv_heads and head_dim may
-    differ between layers, and the head_dim of values from that of keys. `slice` shares tensors and never copies;
-    nothing here writes to them.
+    Keys are stored after RoPE, so they belong to the positions they were computed at. All layers have the same dtype
+    and token count; kv_heads and head_dim may differ between layers, and between keys and values. `slice` shares
+    tensors and never copies; nothing here writes to them.
 
-    `states` are the states of recurrent layers at the end of the tokens, in the model's order, each of any shape and
-    dtype. They are empty if the model has none, or if they are unknown at this end. A model with only states has one
-    layer without heads, `(0, tokens, 0)`.
-
-    Raises `KVShapeError` if the tensors do not form one cache.
+    `states` are those of recurrent layers at the end of the tokens, in the model's order, of any shape and dtype; empty
+    if there are none, or if they are unknown here. A model with only states has one layer without heads,
+    `(0, tokens, 0)`. Raises `KVShapeError` if the tensors do not form one cache.
     """
 
     keys: tuple[Tensor, ...]
@@ -131,13 +128,10 @@ class KVTensors:
             and len(self.states) == len(other.states)
             and all(
                 left.dtype == right.dtype and torch.equal(left, right)
-                for left, right in zip(self._all, other._all, strict=True)
+                for mine, theirs in ((self.keys, other.keys), (self.values, other.values), (self.states, other.states))
+                for left, right in zip(mine, theirs, strict=True)
             )
         )
-
-    @property
-    def _all(self) -> tuple[Tensor, ...]:
-        return (*self.keys, *self.values, *self.states)
 
     def _each(self, act: Callable[[Tensor], Tensor]) -> KVTensors:
         return KVTensors(*(tuple(map(act, tensors)) for tensors in (self.keys, self.values, self.states)))

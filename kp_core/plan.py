@@ -21,8 +21,7 @@ from kp_core.steering import Scope, Steering
 
 __all__ = ["Limit", "Plan", "Region", "Sampling", "number", "plan_regions", "plan_steered"]
 
-_GAP_TOKENS = 64
-"""Maximum text between two packs of one composed region; longer text is a region of its own."""
+_GAP_TOKENS = 64  # Maximum text between two packs of one composed region; longer text is a region of its own.
 
 _MOST_TOP = 20  # As OpenAI and vLLM.
 

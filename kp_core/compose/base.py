@@ -17,10 +17,7 @@ from kp_core.packs.pack import KnowledgePack
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.steering import Steering
 
-__all__ = ["Composer", "ExactComposer", "Move", "Region", "Source", "placed"]
-
-Source: TypeAlias = Literal["pack", "composed", "steered", "computed"]
-"""Where the KV of a region comes from if it is not in the prefix tree."""
+__all__ = ["Composer", "ExactComposer", "Move", "Region", "placed"]
 
 Move: TypeAlias = Callable[[KVTensors, int, KVTensors], object]
 """Writes KV, moved by so many positions, to its place (`Rope.move`). Raises `UnsupportedRequestError` if the model's
@@ -37,7 +34,8 @@ class Region:
 
     start: int
     stop: int
-    source: Source
+    source: Literal["pack", "composed", "steered", "computed"]
+    """Where its KV comes from if it is not in the prefix tree."""
     spans: tuple[Span, ...] = ()
     composer: Composer | None = None
     parts: tuple[Region, ...] = ()
@@ -50,6 +48,12 @@ class Region:
     def span(self) -> Span | None:
         """The first pack, or `None`."""
         return self.spans[0] if self.spans else None
+
+    @property
+    def lacks_kv(self) -> bool:
+        """Whether a pack has no KV for it, in memory or in the store, so that the model computes it."""
+        pack = self.span.pack if self.span and self.source in ("pack", "composed") else None
+        return pack is None or (pack.kv is None and not pack.stored_bytes)
 
     @property
     def between(self) -> tuple[int, ...]:

@@ -7,13 +7,12 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
-from kp_core.errors import UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan import Limit, Plan
 from kp_core.tools import Scores
 
-__all__ = ["CAPABILITIES", "MEMBERS", "Engine", "FinishReason", "TokenStream", "refusal"]
+__all__ = ["CAPABILITIES", "MEMBERS", "Engine", "FinishReason", "TokenStream"]
 
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "cancelled"]
 
@@ -112,16 +111,3 @@ class Engine(Protocol):
 
     def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:
         """The KV of `plan.wanted` for each plan, in order: per layer `(kv_heads, tokens, head_dim)`."""
-
-
-def refusal(engine: Engine, name: str, capability: str, what: str) -> UnsupportedRequestError:
-    """The error that says that `engine`, called `name`, does not offer `what`.
-
-    It gives the reason if the engine has one in `lacks`; otherwise it names an engine that offers `what`.
-    """
-    if reason := engine.lacks.get(capability):
-        return UnsupportedRequestError(f"{name} does not offer {what}: {reason}.")
-    return UnsupportedRequestError(
-        f"{name} does not offer {what} ({CAPABILITIES[capability]}). `kp_core.load_engine(model)`, which runs the "
-        "model on this machine, does."
-    )

@@ -16,7 +16,8 @@ from kp_core.plan import Plan
 from kp_core.progress import bar_of
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.template import ChatTemplate
-from kp_core.steering import LayerRange, Method, Pair, Steering, check_method, resolve_layers
+from kp_core.steering import LayerRange, Method, Pair, Steering, resolve_layers
+from kp_core.steering.value import check_method
 
 __all__ = ["make_steering"]
 
@@ -37,13 +38,10 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
 ) -> Steering:
     """A steering towards the positive sides of `pairs` and away from the negative ones.
 
-    `"mean"` (arXiv 2604.03270, section 2.6): for each pair, the mean of V over the positions of the positive side,
-    minus the same mean of the negative side; then the mean over pairs. Only positions from the first message that
-    differs count. A text is one user message.
-
-    `"last_token"` (arXiv 2507.08799): the mean over pairs of the difference in K and in V at the second last token of
-    the prompt, which includes the generation prompt. This is the last token in the cache when the model is about to
-    answer. Keys are taken as cached, after RoPE.
+    `"mean"` (arXiv 2604.03270, section 2.6): the mean of V over the positions of the positive side, minus that of the
+    negative side; then the mean over pairs. Only positions from the first message that differs count.
+    `"last_token"` (arXiv 2507.08799): the mean over pairs of the difference in K (after RoPE) and in V at the second
+    last token of the prompt, the last one in the cache when the model is about to answer.
 
     Value deltas are multiplied by `c_v`, key deltas by `c_k` (default 1). `layers` is by default the middle third.
     Raises `SteeringError` for pairs that are empty, one-sided or identical once rendered, for layers that the model

@@ -106,21 +106,14 @@ def explain(
 
 def _parts(plan: Plan, region: Region, known: int) -> Iterator[tuple[int, int, str]]:
     """The parts of a region from `known` on, as start, stop and source."""
-    source, position = _source(region), known
+    # A pack without KV is computed from its text; packets are compiled at use.
+    is_computed = region.spans and region.lacks_kv and not isinstance(region.composer, PacketComposer)
+    source, position = "computed" if is_computed else region.source, known
     for start, stop in plan.kept.parts if source == "computed" and plan.kept else ():
         if max(known, region.start) <= start and stop <= region.stop and plan.kept and plan.kept.has(start, stop):
             yield from ((position, start, source), (start, stop, "kept"))
             position = stop
     yield position, region.stop, source
-
-
-def _source(region: Region) -> str:
-    """The source of the KV of a region; a pack without KV is computed from its text."""
-    pack = region.span.pack if region.span and region.source in ("pack", "composed") else None
-    is_packet = isinstance(region.composer, PacketComposer)
-    if pack is not None and pack.kv is None and not pack.stored_bytes and not is_packet:
-        return "computed"
-    return region.source
 
 
 def _what(plan: Plan, start: int, stop: int) -> str:

@@ -146,7 +146,9 @@ class Planner:
 
     def _steered(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Region, ...]:
         """The steered regions of `prompt`. Checks their steerings against the model and warns of too strong ones."""
-        steering = as_steering(request.steering, with_knowledge=bool(prompt.spans))
+        steering = None
+        if request.steering is not None:
+            steering = as_steering(request.steering, with_knowledge=bool(prompt.spans))
         steered = plan_steered(prompt, steering, request.scope, answering=answering)
         for part_steering in (part.steering for region in steered for part in region.parts):
             if part_steering is not None:
@@ -268,8 +270,7 @@ class Planner:
         plan, _ = self._sourced(prompt, request, source)
         found, tokens = self._found(plan), 0
         for region in plan.regions:
-            pack = region.span.pack if region.span and region.source in ("pack", "composed") else None
-            if pack is None or (pack.kv is None and not pack.stored_bytes):
+            if region.lacks_kv:
                 tokens += max(0, region.stop - max(region.start, found))
         return tokens
 
@@ -372,16 +373,14 @@ class Planner:
             if at:
                 has_words = has_words or bool(prompt.rendered[prompt.spans[at - 1].chars[1] : span.chars[0]].strip())
             else:
-                has_words = self._known(prompt) < span.start
+                # The template wrote these tokens, or they are the prefix that a pack here was compiled for.
+                prefixes = (*self._heads, *(other.pack.prefix for other in prompt.spans))
+                known = (len(prefix) for prefix in prefixes if prompt.token_ids[: len(prefix)] == prefix)
+                has_words = max(known, default=0) < span.start
             # A pack without a handle is not in the store, so its text counts as words.
             has_words = has_words or not find_handles(span.handle)
             by_span[span] = has_words
         return by_span
-
-    def _known(self, prompt: Prompt) -> int:
-        """How many of the first tokens the template wrote, or are the prefix that a pack here was compiled for."""
-        prefixes = [*self._heads, *(span.pack.prefix for span in prompt.spans)]
-        return max((len(prefix) for prefix in prefixes if prompt.token_ids[: len(prefix)] == prefix), default=0)
 
     @cached_property
     def _heads(self) -> list[tuple[int, ...]]:

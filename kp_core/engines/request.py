@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import threading
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from functools import cached_property
@@ -24,7 +23,6 @@ __all__ = [
     "OF_THE_CORE",
     "OPTIONS",
     "PER_CALL",
-    "WITHOUT_EFFECT",
     "CompiledFor",
     "Keep",
     "Mismatch",
@@ -40,10 +38,6 @@ Order: TypeAlias = Literal["given", "free"]
 Upgrade: TypeAlias = Literal["none", "background"]
 
 _EXACT = ExactComposer()
-WITHOUT_EFFECT: Mapping[str, str] = {
-    "deterministic": "an engine computes in one way, bit for bit where it supports 'bitwise'"
-}
-"""Options of the last release that are accepted and have no effect, because they now always hold."""
 _RENAMED: Mapping[str, Sequence[str]] = {
     "absorb": ("compact",),
     "bank": ("fact_store", "namespaces"),
@@ -55,7 +49,8 @@ _RENAMED: Mapping[str, Sequence[str]] = {
 }
 """Names of an earlier release or of another library, each with the names that may replace it."""
 _REMOVED: Mapping[str, str] = {
-    "co_compile": "It was removed; `keep='always'` keeps what a request computes behind other packs."
+    "co_compile": "It was removed; `keep='always'` keeps what a request computes behind other packs.",
+    "deterministic": "It was removed; an engine computes in one way, bit for bit where it supports 'bitwise'.",
 }
 """Options of an earlier release, each with what to do instead."""
 _INSTEAD: Mapping[str, tuple[str, str]] = {
@@ -68,29 +63,26 @@ _INSTEAD: Mapping[str, tuple[str, str]] = {
 ABOUT: Mapping[str, str] = {
     "max_tokens": "Most tokens to generate; by default 512, or fewer where the context ends sooner.",
     "temperature": "How freely tokens are chosen; 0 (default) is greedy.",
-    "top_p": ("Choose among the likeliest tokens that have this share of probability together; 1 (default) is all."),
+    "top_p": "Choose among the likeliest tokens that together have this probability; 1 (default) is all.",
     "top_k": "Choose among so many of the likeliest tokens; 0 (default) is all.",
     "repetition_penalty": "Above 1 (default), tokens that stood before become less likely.",
     "seed": "Equal seeds choose equal tokens. Without one, each call with a `temperature` draws anew.",
     "stop": "Strings that end the answer and are left out of it.",
-    "logprobs": (
-        "Return the log-probability of each generated token: of the model's logits, before temperature, penalties and "
-        "grammar."
-    ),
+    "logprobs": "Return the log-probability of each generated token, before temperature, penalties and grammar.",
     "top_logprobs": (
         "Also return this many of the likeliest tokens in the place of each, at most 20. It switches `logprobs` on."
     ),
     "view": "Resolves handles in the messages; without it they stay text.",
     "packs": "Packs, or handles that resolve, to place at the head of the system message.",
     "placement": (
-        "`in_place`: a pack stands where its handle stood. `system`: all packs go to the head of the system message."
+        "`in_place`: packs stand where their handles stood. `system`: all stand at the head of the system message."
     ),
     "compact": (
         "Tool exchanges that brought only packs shrink to the latest call and one short line for each message of the "
         "user, so a prompt keeps its length however often an agent searches. A model may answer this prompt otherwise "
         "than that of text in place."
     ),
-    "recognise": ("Exact texts of packs, in messages of trusted roles, are read from their KV."),
+    "recognise": "Exact texts of packs, in messages of trusted roles, are read from their KV.",
     "order": (
         "`given`: packs stand as they were named. `free`: packs side by side in one message are a set, sent once each, "
         "in the order that leaves the fewest tokens to compute."
@@ -117,8 +109,8 @@ ABOUT: Mapping[str, str] = {
         "trusted), `warn` (log it once, and send it as text), or only send it as `text`."
     ),
     "steering": (
-        "What to add to cached values: a `Steering` as it is, or `(steering, alpha)`; an alpha of `None` is "
-        "the default strength, which is lower beside packs."
+        "What to add to cached values: a `Steering`, or `(steering, alpha)`; an alpha of `None` is the default, which "
+        "is lower beside packs."
     ),
     "scope": (
         "What is steered: `pack`, `system`, `prompt` or `last_token`; by default the system message with the "
@@ -250,17 +242,8 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str, hints:
 
 
 def checked_options(options: Mapping[str, Any], what: str, known: Iterable[str] = OPTIONS) -> dict[str, Any]:
-    """`options` without those that have no effect, and with the default in place of `None`.
-
-    Issues a `DeprecationWarning` for options without effect. Raises `OptionError` for names that are not `known`; its
-    message says that `what` has no such option.
-    """
-    names = tuple(known)
-    refuse_unknown([name for name in options if name not in WITHOUT_EFFECT], names, what)
-    checked = {}
-    for name, value in options.items():
-        if reason := WITHOUT_EFFECT.get(name):
-            warnings.warn(f"`{name}` has no effect any more: {reason}.", DeprecationWarning, stacklevel=4)
-        else:
-            checked[name] = OPTIONS[name].default if value is None and name in OPTIONS else value
-    return checked
+    """`options` with the default in place of `None`; raises as `refuse_unknown`."""
+    refuse_unknown(options, known, what)
+    return {
+        name: OPTIONS[name].default if value is None and name in OPTIONS else value for name, value in options.items()
+    }

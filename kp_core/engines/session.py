@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 
-from kp_core.engines.base import Engine, TokenStream, refusal
+from kp_core.engines.base import CAPABILITIES, Engine, TokenStream
 from kp_core.engines.calibration import Calibrations
 from kp_core.engines.contrast import make_steering
 from kp_core.engines.explain import Explanation, explain
@@ -37,8 +37,15 @@ from kp_core.engines.reading import (
 )
 from kp_core.engines.request import CompiledFor, Request
 from kp_core.engines.selecting import Selector
-from kp_core.errors import BusyError, ContextOverflowError, OptionError, PromptError, ShortTextError
-from kp_core.events import is_heard, log_event
+from kp_core.errors import (
+    BusyError,
+    ContextOverflowError,
+    OptionError,
+    PromptError,
+    ShortTextError,
+    UnsupportedRequestError,
+)
+from kp_core.events import log_event
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
@@ -124,11 +131,10 @@ class Session:
     def generate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401 - of `Request`
         """The answer to a conversation (a string is one user message).
 
-        Raises `PromptError` for messages that cannot become a prompt, `ContextOverflowError` before anything is
-        computed, `FingerprintMismatchError` for packs of another model (unless `mismatch="rebuild"`),
-        `SteeringMismatchError`, a subclass of it, for a steering of another model, `SteeringError` for a steering that
-        has no position in the prompt, `SamplingError`, `OptionError`, and `CacheBudgetError` for a request larger than
-        the engine's memory for KV.
+        Raises `PromptError` for messages that cannot become a prompt, `ContextOverflowError`,
+        `FingerprintMismatchError` for packs of another model (unless `mismatch="rebuild"`), `SteeringMismatchError`, a
+        subclass of it, for a steering of another model, `SteeringError` for a steering that has no position in the
+        prompt, `SamplingError`, `OptionError`, and `CacheBudgetError` for a request larger than the engine's memory.
         """
         return self.stream(messages, **options).result()
 
@@ -328,7 +334,12 @@ class Session:
     def _need(self, capability: str, what: str, *, needed: bool = True) -> None:
         """Raise `UnsupportedRequestError` for `what`, if it is `needed` and the engine lacks the capability."""
         if needed and capability not in self.engine.supports:
-            raise refusal(self.engine, self.name, capability, what)
+            if reason := self.engine.lacks.get(capability):
+                raise UnsupportedRequestError(f"{self.name} does not offer {what}: {reason}.")
+            raise UnsupportedRequestError(
+                f"{self.name} does not offer {what} ({CAPABILITIES[capability]}). `kp_core.load_engine(model)`, which "
+                "runs the model on this machine, does."
+            )
 
     def _cache(self, what: str) -> LocalEngine:
         """The engine; raises `UnsupportedRequestError` unless it has the members of the capability `cache`."""
@@ -397,8 +408,7 @@ class Session:
         if plan.kept:
             plan.kept.write(self.when_idle)
         usage = generation.usage
-        if is_heard(logger):
-            log_event(logger, "packs read", packs=len(plan.prompt.spans), **usage.to_dict())
+        log_event(logger, "packs read", packs=len(plan.prompt.spans), **vars(usage))
         if usage.computed_tokens >= _PACED:
             self._pace = (self._pace[0] + usage.computed_tokens, self._pace[1] + usage.ttft_s)
         return generation
@@ -451,11 +461,9 @@ def _run_many(
 def _beginning(asked: Asked) -> str:
     """The sort key of a request: its packs by name, then the conversation from its first word on."""
     if isinstance(asked, Mapping):
-        return "".join(f"{pack}\n" for pack in map(_name, asked.get("packs") or ())) + _beginning(asked["messages"])
+        return "".join(
+            f"{pack}\n" for pack in (getattr(pack, "text", pack) for pack in asked.get("packs") or ())
+        ) + _beginning(asked["messages"])
     if isinstance(asked, str):
         return asked
     return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in asked)
-
-
-def _name(pack: object) -> str:
-    return str(getattr(pack, "text", pack))

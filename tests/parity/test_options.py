@@ -177,6 +177,7 @@ def test_what_is_no_option_of_an_adapter(adapter, name, store):
         ("absorb", "Did you mean 'compact'"),
         ("foreign", "Did you mean 'mismatch'"),
         ("co_compile", "It was removed; `keep='always'`"),
+        ("deterministic", "It was removed; an engine computes in one way"),
     ],
 )
 def test_an_option_of_an_earlier_release_is_refused_and_says_what_to_do(adapter, name, instead, store):
@@ -190,14 +191,6 @@ def test_an_option_of_an_earlier_release_is_refused_and_says_what_to_do(adapter,
 def test_namespaces_have_one_name(adapter, name, store):
     with pytest.raises(OptionError, match=f"no option '{name}'. Did you mean 'namespaces'"):
         ADAPTERS[adapter](store=store, **{name: ["open"]})
-
-
-@either
-def test_an_option_that_always_holds_is_taken_with_a_warning(adapter, store):
-    with pytest.warns(DeprecationWarning, match="`deterministic` has no effect any more"):
-        heard(adapter, store, {"deterministic": True})
-    with pytest.warns(DeprecationWarning, match="`deterministic` has no effect any more"):
-        heard(adapter, store, {}, deterministic=False)
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,8 @@ NAME = "kp_tiles"
 _ROWS = 4
 _FEW = 64
 """Up to this many new tokens, one masked call attends to all tiles. For more, most tiles are read without a mask."""
-_LANES = 16
-"""Least length of the softmax over tiles: a shorter sum is added in another order."""
-_TOGETHER = 16
-"""The results of tiles are added in groups of this many."""
+_LANES = 16  # Least length of the softmax over tiles: a shorter sum is added in another order.
+_TOGETHER = 16  # The results of tiles are added in groups of this many.
 _SMALL = 1 << 16
 """Up to this many elements of a result, one call adds all tiles. A larger sum would not fit the processor's cache."""
 

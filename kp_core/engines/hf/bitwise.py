@@ -36,8 +36,7 @@ _LEAST_ROWS = (1, 2, 4, 8, 16, 32)
 """Numbers of rows tried for the padding of products, so that a row's bits do not depend on the other rows."""
 _ROWS, _COUNTS = 320, (1, 2, 3, 5, 8, 15, 17, 32, 33, 64, 100, 256)
 """Rows of the test batch, and of the parts of it that are tried."""
-_TRIES = 64
-"""Rows tried in total for each length of part, because a difference may show in a few rows only."""
+_TRIES = 64  # Rows tried in total for each length of part, because a difference may show in a few rows only.
 _SPREAD = 1.5
 _CUTS = ((1,), (7, 8, 9, 10), (3, 20))
 _TOKENS = 24
@@ -46,8 +45,7 @@ _UNPACKED_ROWS = 2048
 _FEWEST_ROWS, _DIVIDED = 321, 2**18
 """Fewest rows and elements for a test of activations, enough for several threads. The number of rows is odd, so that
 the boundary between two threads falls within a row."""
-_STRIDE = 31
-"""Tokens between the fillings of a tile that are tried."""
+_STRIDE = 31  # Tokens between the fillings of a tile that are tried.
 _LONG = 2 * TILE + 70
 _LONG_CUTS = ((TILE,), (100, 2 * TILE - 3), (2 * TILE + 1, 2 * TILE + 2), (_LONG - 1,), (_LONG - 9, _LONG - 4))
 
@@ -280,16 +278,10 @@ def _activations_agree(model: CausalModel) -> bool:
         with suppress(TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # Not a function of rows.
             if not rows_agree(module, width, model.shape.dtype, rows=rows):
                 return False
-            halves = partial(_of_half, module, width)
-            if is_half and not rows_agree(halves, 2 * width, model.shape.dtype, rows=rows):
+            half = partial(lambda module, part: module(part[..., :width]), module)
+            if is_half and not rows_agree(half, 2 * width, model.shape.dtype, rows=rows):
                 return False
     return True
-
-
-def _of_half(module: nn.Module, width: int, rows: Tensor) -> Tensor:
-    """The output of `module` for the first half of each row."""
-    output: Tensor = module(rows[..., :width])
-    return output
 
 
 @torch.inference_mode()

@@ -27,8 +27,7 @@ __all__ = ["Foresight", "foresee", "foresee_rope", "token_embeddings"]
 
 logger = logging.getLogger(__name__)
 
-_INNER = 16
-"""Inner width of the MLPs of a narrow model (`foresee_rope`), which does not affect keys."""
+_INNER = 16  # Inner width of the MLPs of a narrow model (`foresee_rope`), which does not affect keys.
 
 
 @dataclass(frozen=True)

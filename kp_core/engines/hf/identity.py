@@ -332,8 +332,13 @@ def unreadable(source: str | Path, error: Exception) -> ModelError:
 
 def adapter_state(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
     """By path of each module with peft adapters: their names, activation, scale and merging."""
+    acting = ("_active_adapter", "_disable_adapters")
     return {
-        path: {name: value for name, value in vars(module).items() if _says_what_acts(name) and _is_plain(value)}
+        path: {
+            name: value
+            for name, value in vars(module).items()
+            if (name in acting or not name.startswith("_")) and name != "training" and _is_plain(value)
+        }
         for path, module in model.named_modules()
         if "_disable_adapters" in vars(module)
     }
@@ -381,10 +386,6 @@ def watched(model: PreTrainedModel) -> Callable[[], None]:
         )
 
     return check
-
-
-def _says_what_acts(name: str) -> bool:
-    return name in ("_active_adapter", "_disable_adapters") or (not name.startswith("_") and name != "training")
 
 
 def _is_plain(value: object) -> bool:

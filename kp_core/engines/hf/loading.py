@@ -16,39 +16,18 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kp_core.bundled import BUNDLED_MODEL, BUNDLED_VERSION, check_reachable, converted, installed_file
-from kp_core.engines.hf.identity import (
-    commit_of,
-    fingerprint_of,
-    place_of,
-    stamp_files,
-    unreadable,
-    watched,
-)
+from kp_core.engines.hf.identity import commit_of, fingerprint_of, place_of, stamp_files, unreadable, watched
 from kp_core.engines.hf.kinds import kind_of
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.engines.request import refuse_unknown
 from kp_core.engines.session import Session
-from kp_core.errors import (
-    MissingDependencyError,
-    ModelChangedError,
-    ModelError,
-    UnsupportedModelError,
-)
+from kp_core.errors import MissingDependencyError, ModelChangedError, ModelError, UnsupportedModelError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
 
-__all__ = [
-    "LOADING",
-    "best_device",
-    "best_dtype",
-    "bundled_model",
-    "crowding",
-    "load",
-    "load_session",
-    "name_of",
-]
+__all__ = ["LOADING", "best_device", "best_dtype", "bundled_model", "crowding", "load", "load_session", "name_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,14 +56,12 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
 
     `model` is an id, a folder, a GGUF file, or a model object (with `tokenizer`); by default the bundled
     SmolLM2-135M-Instruct. The default `device` is the best available (CUDA, MPS, CPU). The default `dtype` is bfloat16
-    if the machine supports it; `"auto"` keeps that of the checkpoint. `cache_bytes` is the budget of all KV in memory,
-    both of running requests and cached for later ones: see `default_cache_bytes`. On CUDA, what does not fit moves to
-    `host_cache_bytes` of host memory, by default an eighth of it, and comes back without compute. `chunk_tokens` is the
-    most tokens of one forward pass, for which other requests wait. With `graphs`, decoding on CUDA replays captured
-    steps, where the model allows it. `template_options` go to the chat template.
-    Code in a checkpoint runs only with `trust_remote_code`. `loading` goes to `from_pretrained`: `device_map`,
-    `quantization_config`, `attn_implementation` (the model then keeps it, and it is part of the numerics), `revision`,
-    `token`, `torch_dtype`.
+    if the machine supports it; `"auto"` keeps that of the checkpoint. `cache_bytes` is the budget of all KV in memory
+    (`default_cache_bytes`). On CUDA, what does not fit moves to `host_cache_bytes` of host memory, by default an eighth
+    of it. `chunk_tokens` is the most tokens of one forward pass, for which other requests wait. With `graphs`, decoding
+    on CUDA replays captured steps, where the model allows it. `template_options` go to the chat template. Code in a
+    checkpoint runs only with `trust_remote_code`. `loading` goes to `from_pretrained`: `device_map`,
+    `quantization_config`, `attn_implementation` (which the model then keeps), `revision`, `token`, `torch_dtype`.
 
     Raises `OptionError` for unknown names, `ModelError` when loading fails, `UnsupportedModelError` for architectures
     that packs cannot serve, `TemplateError` without a chat template.

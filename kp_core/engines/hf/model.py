@@ -33,13 +33,11 @@ from kp_core.engines.hf.kinds import (
 from kp_core.engines.hf.rows import Record, ReplayedRows, Rows, captured, run_ragged
 from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.local.buffer import TILE, BufferPool, KVBuffer
-from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.model import Memory
 from kp_core.engines.local.scheduler import let_go
 from kp_core.engines.local.tree import PrefixTree
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
 from kp_core.kv import KVTensors
-from kp_core.plan import Sampling
 from kp_core.rope import Rope
 
 __all__ = ["CausalModel"]
@@ -47,10 +45,8 @@ __all__ = ["CausalModel"]
 logger = logging.getLogger(__name__)
 
 _NO_ROWS = "its attention is its own, and is not told which tokens belong to which answer"
-_NARROW = PROBE - 3
-"""Tokens of a sliding window during a probe."""
-_APART = 37
-"""Distance of the two positions at which a key is computed to find its rotation."""
+_NARROW = PROBE - 3  # Tokens of a sliding window during a probe.
+_APART = 37  # Distance of the two positions at which a key is computed to find its rotation.
 
 
 class CausalModel:
@@ -64,22 +60,17 @@ class CausalModel:
 
     def __init__(self, model: PreTrainedModel, *, keep_attention: bool = False, graphs: bool = True) -> None:
         self.kind = kind_of(model.config)
-        """What its layers cache."""
         self.network: Any = own_view(model).eval()
         """The model itself, for code that needs gradients."""
         self.config: Any = self.network.config
-        """The architecture's configuration."""
         self._text: Any = self.config.get_text_config(decoder=True)
         self.max_positions = positions_of(self._text)
-        """See `positions_of`."""
         self.device: torch.device = self.network.device
-        """Device of the input token ids."""
         self.vocabulary = int(self.network.get_output_embeddings().weight.shape[0])
         """Length of the logits, which may be longer than the tokenizer's vocabulary."""
         configs = (self.config, self._text, getattr(self.network, "generation_config", None))
         ends = (getattr(config, "eos_token_id", None) for config in configs)
         self.end_tokens = frozenset(chain.from_iterable([end] if isinstance(end, int) else end or () for end in ends))
-        """Tokens that end a turn."""
         parameters = inspect.signature(self.network.forward).parameters
         self._takes_cache = cache_parameter(self.network)
         # Some models with different layers count positions from 0 in each pass.
@@ -102,9 +93,7 @@ class CausalModel:
             self._check_states()
         is_tiled_here = self.attends and not self.shape.devices
         self.batches = is_tiled_here and "batch" not in self.kind.lacks and self._rows_agree()
-        """Whether several sequences can decode in one pass."""
         self.lacks: Mapping[str, str] = self._found_lacks()
-        """Capabilities that this model does not allow, each with the reason."""
         if graphs and self.device.type == "cuda" and self.batches:
             self.use_replay(captured)
         let_go()  # Other threads may run the requests.
@@ -130,7 +119,7 @@ class CausalModel:
                 logger.warning("Steps of decoding are not recorded: %s", error)
                 return
             plain = [self._next([token], buffer) for token in tokens for buffer in expected]
-        if not replayed.is_recorded:
+        if replayed.replay is None:
             return
         if self._agree(steps, plain):
             self.record = record
@@ -366,11 +355,7 @@ class CausalModel:
         if why := self.lacks.get("compose"):
             raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {why}.")
 
-    def sampler(
-        self, sampling: Sampling, prompt_ids: Sequence[int], constraint: Constraint | None
-    ) -> Callable[[Tensor, int], int]:
-        """See `sampler_of`."""
-        return sampler_of(sampling, prompt_ids, self.shape.device, constraint)
+    sampler = staticmethod(sampler_of)
 
     @torch.inference_mode()
     def _install_attention(self) -> None:

@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 _SHORT = 2 * TILE
 """Rows with fewer tokens than this share one attention call without a common prefix, over a copy of their keys."""
 
-_SPARE = 16
-"""Room for copies of tiles is allocated in multiples of this, so that one more row fits."""
+_SPARE = 16  # Room for copies of tiles is allocated in multiples of this, so that one more row fits.
 
 
 Record: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
@@ -42,8 +41,7 @@ Record: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 PLAIN_STEPS = 2
 """Steps before the one that is recorded: they set up what libraries make once, and a short answer needs no recording.
 """
-_KEYS = 1024
-"""Keys are read up to a multiple of this; behind it, the step is recorded again."""
+_KEYS = 1024  # Keys are read up to a multiple of this; behind it, the step is recorded again.
 
 
 class Rows:
@@ -359,14 +357,19 @@ def _calls(visible: Sequence[int]) -> list[tuple[slice, int]]:
     return [(pairs, keys) for pairs, keys in calls if pairs.start < pairs.stop]
 
 
-def _cache_of(buffers: Sequence[KVBuffer], counts: Sequence[int] = (), rows: Sequence[int] | None = None) -> Cache:
+def _cache_of(
+    buffers: Sequence[KVBuffer],
+    counts: Sequence[int] = (),
+    rows: Sequence[int] | None = None,
+    places: Tensor | None = None,
+) -> Cache:
     """The buffers as one cache, for one new token each, or for `counts` new tokens in one sequence.
 
-    A pass writes the new tokens of `rows`; by default, of all.
+    A pass writes the new tokens of `rows`, by default of all, behind the others or to `places`.
     """
     rows = range(len(buffers)) if rows is None else rows
-    layers = range(len(buffers[0].layers))
-    return Cache(layers=[RowsLayer([buffer.layers[at] for buffer in buffers], counts, rows) for at in layers])
+    layers = zip(*(buffer.layers for buffer in buffers), strict=True)
+    return Cache(layers=[RowsLayer(list(of_rows), counts, rows, places) for of_rows in layers])
 
 
 class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
@@ -447,18 +450,14 @@ class ReplayedRows:
     ) -> None:
         self._model, self._options, self._buffers, self._sees = model, options, tuple(buffers), sees
         self._record: Record | None = record
-        self._replay: Callable[[], Tensor] | None = None
+        self.replay: Callable[[], Tensor] | None = None
+        """The recorded step, until it needs more keys."""
         self._device = buffers[0].layers[0].keys.device
         self._ids, self._positions = torch.zeros(2, len(buffers), 1, dtype=torch.long, device=self._device)
         self._stops = [0] * len(buffers)
         """Keys of each buffer that a step reads."""
         self._masks: dict[Sees, list[Tensor]] = {}
-        self._cache = Cache(
-            layers=[
-                RowsLayer(list(layers), (), range(len(buffers)), self._positions)
-                for layers in zip(*(buffer.layers for buffer in buffers), strict=True)
-            ]
-        )
+        self._cache = _cache_of(buffers, places=self._positions)
         self._steps = 0
 
     @torch.inference_mode()
@@ -469,28 +468,23 @@ class ReplayedRows:
             self._make_room(lengths)
         self._ids.copy_(torch.tensor(tokens)[:, None])
         self._positions.copy_(torch.tensor(lengths)[:, None])
-        if self._replay is None and self._record is not None and self._steps >= PLAIN_STEPS:
+        if self.replay is None and self._record is not None and self._steps >= PLAIN_STEPS:
             try:
-                self._replay = self._record(self._compute)
+                self.replay = self._record(self._compute)
             except Exception as error:  # whatever CUDA or a model raises
                 if is_out_of_memory(error):
                     raise
                 self._record = None
                 logger.warning("Steps of decoding are not recorded: %s", str(error).partition("\n")[0])
-        logits = self._compute() if self._replay is None else self._replay()
+        logits = self._compute() if self.replay is None else self.replay()
         self._steps += 1
         for buffer, length in zip(self._buffers, lengths, strict=True):
             buffer.passed(length + 1)
         return logits.clone()
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether the next step is a replay, unless it needs more keys."""
-        return self._replay is not None
-
     def _make_room(self, lengths: Sequence[int]) -> None:
         """Let steps read more keys. Those that are not there yet become zero, since a weight of 0 times NaN is NaN."""
-        self._replay = None
+        self.replay = None
         for row, (buffer, length) in enumerate(zip(self._buffers, lengths, strict=True)):
             self._stops[row] = stop = min(buffer.capacity, (length // _KEYS + 1) * _KEYS)
             for layer in buffer.layers:

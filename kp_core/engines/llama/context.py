@@ -41,10 +41,9 @@ Row: TypeAlias = tuple[int, int, Sequence[int]]
 class Context:
     """A GGUF file, loaded. `cells` are the tokens that all sequences together may have; it is rounded up.
 
-    `dtype` is that of keys and values. `threads` compute; `batch_tokens` are the most of one `decode`. Layers go to a
-    GPU if this build of llama.cpp has one, but for `gpu_layers=0`. Its methods must be called through `call`, so that
-    one thread does everything: llama.cpp allows one call at a time, and OpenMP keeps worker threads for each thread
-    that ever computed.
+    `dtype` is that of keys and values. `threads` compute; `batch_tokens` are the most of one `decode`. Its methods must
+    be called through `call`, so that one thread does everything: llama.cpp allows one call at a time, and OpenMP keeps
+    worker threads for each thread that ever computed.
 
     Raises `MissingDependencyError` without llama-cpp-python, and `ModelError` for another release than those in
     `BUILDS`, for a file that cannot be loaded, and for a context that does not fit into memory.

@@ -14,11 +14,10 @@ from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.llama.context import Context, Row
 from kp_core.engines.llama.state import measured_shape, read_state, state_size, write_state
 from kp_core.engines.local.buffer import BufferPool, CacheShape, KVBuffer
-from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.tree import Name, PrefixTree
 from kp_core.errors import CacheBudgetError, UnsupportedRequestError
 from kp_core.kv import KVTensors
-from kp_core.plan import Limit, Sampling
+from kp_core.plan import Limit
 from kp_core.rope import Rope
 
 __all__ = ["LlamaModel", "SequenceBuffer", "SequencePool"]
@@ -37,7 +36,6 @@ class LlamaModel:
 
     def __init__(self, context: Context, dtype: torch.dtype) -> None:
         self.context = context
-        """The model and its KV."""
         lib, model = context.lib, context.model
         kind = context.metadata("general.architecture")
         width = int(lib.llama_model_n_embd(model)) // int(lib.llama_model_n_head(model))
@@ -45,7 +43,6 @@ class LlamaModel:
         context.call(context.decode, [(0, 0, [0] * _PROBE)], "none")
         self.shape = measured_shape(context.call(context.state, 0, 0, _PROBE), dtype, *dims)
         context.call(context.remove, 0)
-        """Of the keys and values."""
         self.vocabulary = context.vocabulary
         self.max_positions = min(context.cells, int(lib.llama_model_n_ctx_train(model)))
         self.end_tokens = frozenset(
@@ -90,11 +87,7 @@ class LlamaModel:
 
     forward_among = forward_soft = _refuse
 
-    def sampler(
-        self, sampling: Sampling, prompt_ids: Sequence[int], constraint: Constraint | None
-    ) -> Callable[[Tensor, int], int]:
-        """See `sampler_of`."""
-        return sampler_of(sampling, prompt_ids, self.device, constraint)
+    sampler = staticmethod(sampler_of)
 
     def _behind(self, buffer: KVBuffer, ids: Sequence[int], outputs: Literal["none", "last", "all"]) -> Tensor:
         size = self.context.batch_tokens
@@ -184,10 +177,9 @@ class SequenceBuffer(KVBuffer):
 class SequencePool(BufferPool):
     """Gives sequences to requests, as far as the cells of the context go. The prefix tree has a budget of its own.
 
-    A request forks the sequence that has most of its KV already, in use or idle; other KV comes from the prefix tree.
-    Attention looks at the cells of all sequences, and with 20 idle packs of 1,000 tokens an answer takes 1.5 times as
-    long, so a request drops all idle sequences that it does not go on from. A request that does not fit beside those
-    under way waits.
+    A request forks the sequence that has most of its KV, in use or idle; other KV comes from the prefix tree. Attention
+    looks at the cells of all sequences (with 20 idle packs of 1,000 tokens an answer takes 1.5 times as long), so a
+    request drops all idle sequences that it does not go on from.
 
     `give` takes no lock, because garbage collection may call it in the thread of llama.cpp, for which the holder of a
     lock may be waiting. All other methods that change the pool are called in a `turn`.

@@ -41,8 +41,7 @@ logger = logging.getLogger(__name__)
 TILE = 256
 """Positions in one tile of attention (`hf.attention`). Attention reads whole tiles, also where one is partly filled."""
 _IDLE = 2  # Idle buffers that are kept, whatever their size.
-_LOOK_S = 0.05
-"""How often a waiting request checks its limit, in seconds. Reaching the limit sends no signal."""
+_LOOK_S = 0.05  # How often a waiting request checks its limit, in seconds. Reaching the limit sends no signal.
 Copy: TypeAlias = Callable[[Sequence[Sequence[tuple[Tensor, Tensor]]]], list[Callable[[], None]]]
 _LONG_S = 10.0  # Seconds after which a request that waits for memory is logged.
 
@@ -411,9 +410,7 @@ class BufferPool:
                     logger.warning(
                         "A request waits for %s bytes of KV memory; %s of %s are held by answers under way. Streams "
                         "that are open and not read hold theirs: close them, or raise cache_bytes.",
-                        f"{size:,}",
-                        f"{self.used:,}",
-                        f"{self.budget_bytes:,}",
+                        *(f"{nbytes:,}" for nbytes in (size, self.used, self.budget_bytes)),
                     )
                 self._changed.wait(_LOOK_S)
 

@@ -52,9 +52,6 @@ def start_copies(device: torch.device, layers: Sequence[Sequence[tuple[Tensor, T
                 for part, source_part in parts:
                     part.copy_(source_part, non_blocking=True)
                 target.record_stream(stream)
-            arrivals.append(partial(_wait, device, stream.record_event()))
+            wait = partial(lambda event: torch.cuda.current_stream(device).wait_event(event), stream.record_event())
+            arrivals.append(wait)
     return arrivals
-
-
-def _wait(device: torch.device, event: torch.cuda.Event) -> None:
-    torch.cuda.current_stream(device).wait_event(event)

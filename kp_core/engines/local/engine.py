@@ -57,21 +57,17 @@ class LocalEngine:
         renew: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
-        """Runs the forward passes."""
         self.max_positions = model.max_positions
-        """See `Engine.max_positions`."""
         self.bytes_per_token, self.state_bytes = model.shape.bytes_per_token, model.shape.state_bytes
         """Bytes of KV per token, and of the states of recurrent layers at each end of a pack or a message."""
         self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
         self.pass_tokens = pass_tokens
-        """Most tokens of one forward pass."""
         host_bytes = 0 if model.shape.devices else host_cache_bytes
         self.tree = PrefixTree(cache_bytes, has_states=bool(model.shape.states), host_bytes=host_bytes)
         """The KV that prompts with the same beginning share."""
         self.pool = model.pool(self.tree, cache_bytes)
         """The buffers of requests."""
         self.scheduler = Scheduler(model, self.free_memory)
-        """Gives the model to one forward pass at a time."""
         eos = getattr(tokenizer, "eos_token_id", None)
         self._end_tokens = frozenset(model.end_tokens | ({eos} if isinstance(eos, int) else set()))
         self._grammars = Grammars(tokenizer, model.vocabulary, self._end_tokens)
@@ -110,7 +106,7 @@ class LocalEngine:
         # A prefill without an answer needs no grammar.
         if plan.grammar is not None and plan.token_budget:
             constraint = self._grammars.constraint(plan.grammar, plan.token_budget, opened=plan.opened)
-        sampler = self.model.sampler(plan.sampling, plan.prompt.token_ids, constraint)
+        sampler = self.model.sampler(plan.sampling, plan.prompt.token_ids, self.model.shape.device, constraint)
         return TokenStream(partial(self._answer, plan, sampler))
 
     def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kp_core.errors import MissingDependencyError, SamplingError, ToolError
+from kp_core.bundled import needing
+from kp_core.errors import SamplingError, ToolError
 from kp_core.tools import JsonScan
 
 if TYPE_CHECKING:
@@ -49,13 +50,8 @@ class Grammars:
 
     @cached_property
     def _llm(self) -> Any:  # noqa: ANN401
-        try:
+        with needing("Tools and response schemas need llguidance", "tools"):
             from llguidance.hf import from_tokenizer
-        except ImportError as error:
-            raise MissingDependencyError(
-                "Tools and response schemas need llguidance, which is not installed: "
-                "pip install 'knowledge-packs[tools]'"
-            ) from error
         return from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends)
 
     def _compile(self, grammar: str) -> LLMatcher:

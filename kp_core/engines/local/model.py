@@ -87,6 +87,6 @@ class Model(Protocol):
         """
 
     def sampler(
-        self, sampling: Sampling, prompt_ids: Sequence[int], constraint: Constraint | None
+        self, sampling: Sampling, prompt_ids: Sequence[int], device: torch.device, constraint: Constraint | None
     ) -> Callable[[Tensor, int], int]:
         """A function that chooses the next token from logits and the number of tokens that may still come."""

@@ -4,6 +4,8 @@ A radix tree over token ids. A node holds consecutive tokens with their KV, and 
 with a different token. The KV of a token depends only on the tokens before it, so any common prefix may be reused.
 """
 
+# ruff: noqa: SLF001 - a path is a part of its tree
+
 from __future__ import annotations
 
 import itertools
@@ -128,8 +130,23 @@ class Path:
         label: int = 0,
     ) -> bool:
         """Insert tokens and extend the path to them. Returns `False`, and closes the path, if there is no room."""
-        self.is_open = self.is_open and self._tree._insert(self, ids, kv, logits, frozenset(owners), label)  # noqa: SLF001
-        return self.is_open
+        tree, readers = self._tree, frozenset(owners)
+        with tree.lock:
+            while ids and self.is_open:
+                children = self.last.children.get(_key(ids, label), [])
+                node = next((child for child in children if child.owners == readers), None)
+                if node is None:
+                    self.is_open = tree._add(self, Node(ids, kv, self.last, owners=readers, label=label), logits)
+                    break
+                # Another thread inserted these tokens first, or they come again with logits or states.
+                shared = common_length(node.ids, ids)
+                if shared < len(node.ids):
+                    node = tree._split(node, shared)
+                ids, kv = ids[shared:], kv.slice(shared, kv.tokens)
+                self.is_open = bool(ids) or tree._complete(node, kv, logits)
+                if self.is_open:
+                    self._step(node)
+            return self.is_open
 
     @property
     def owners(self) -> frozenset[str]:
@@ -148,8 +165,22 @@ class Path:
 
     def place(self, read: Callable[[int, int], KVTensors], device: torch.device) -> None:
         """Move what the path has in host memory to `device`, as far as there is room; `read(start, stop)` gives it."""
-        with self._tree.lock:
-            self._tree._place(self.last, read, device)  # noqa: SLF001
+        tree, stop = self._tree, 0
+        with tree.lock:
+            nodes = list(self.last.line)[::-1]
+            for node in nodes:
+                node.users += 1  # Making room for one must not evict another.
+            try:
+                for node in nodes:
+                    start, stop = stop, stop + len(node.ids)
+                    is_cold = node in tree._cold
+                    if is_cold and not tree._evict(tree.nbytes + node.nbytes - tree.budget_bytes):
+                        continue
+                    if node.kv is not None and (is_cold or node.kv.device != device):
+                        tree._bring(node, read(start, stop), device)
+            finally:
+                for node in nodes:
+                    node.users -= 1
 
     def release(self) -> None:
         """Allow the tree to evict these nodes again."""
@@ -221,11 +252,13 @@ class PrefixTree:
                 node, count = matches.pop()
                 if count > 1 and not node.label:
                     matches.append((node, count - 1))
-            while self._has_states and matches and not (_is_all(*matches[-1]) and _has_states(matches[-1][0])):
+            while (
+                self._has_states and matches and not (_is_all(*matches[-1]) and (kv := matches[-1][0].kv) and kv.states)
+            ):
                 matches.pop()
             path = Path(self, self._root)
             for node, count in matches:
-                path._step(node if _is_all(node, count) else self._split(node, count))  # noqa: SLF001
+                path._step(node if _is_all(node, count) else self._split(node, count))
             for node in path.last.line:
                 self._order_of(node).move_to_end(node)
             return path
@@ -315,31 +348,6 @@ class PrefixTree:
         self._order_of(node)[upper] = None
         return upper
 
-    def _insert(  # noqa: PLR0913 - as `Path.extend`
-        self,
-        path: Path,
-        ids: tuple[int, ...],
-        kv: KVTensors,
-        logits: Tensor | None,
-        owners: frozenset[str],
-        label: int,
-    ) -> bool:
-        with self.lock:
-            while ids:
-                children = path.last.children.get(_key(ids, label), [])
-                node = next((child for child in children if child.owners == owners), None)
-                if node is None:
-                    return self._add(path, Node(ids, kv, path.last, owners=owners, label=label), logits)
-                # Another thread inserted these tokens first, or they come again with logits or states.
-                shared = common_length(node.ids, ids)
-                if shared < len(node.ids):
-                    node = self._split(node, shared)
-                ids, kv = ids[shared:], kv.slice(shared, kv.tokens)
-                if not ids and not self._complete(node, kv, logits):
-                    return False
-                path._step(node)  # noqa: SLF001
-            return True
-
     def _complete(self, node: Node, kv: KVTensors, logits: Tensor | None) -> bool:
         """Add the logits after the last token and the states to a node that lacks them; `False` without room."""
         if node in self._cold:
@@ -371,7 +379,7 @@ class PrefixTree:
         self.nbytes += node.nbytes
         path.last.children.setdefault(node.key, []).append(node)
         self._age[node] = None
-        path._step(node)  # noqa: SLF001
+        path._step(node)
         return True
 
     def _evict(self, excess: int) -> bool:
@@ -444,23 +452,6 @@ class PrefixTree:
             del node.parent.children[node.key]
         return True
 
-    def _place(self, node: Node, read: Callable[[int, int], KVTensors], device: torch.device) -> None:
-        """See `Path.place`."""
-        nodes, stop = list(node.line)[::-1], 0
-        for part in nodes:
-            part.users += 1  # Making room for one must not evict another.
-        try:
-            for part in nodes:
-                start, stop = stop, stop + len(part.ids)
-                is_cold = part in self._cold
-                if is_cold and not self._evict(self.nbytes + part.nbytes - self.budget_bytes):
-                    continue
-                if part.kv is not None and (is_cold or part.kv.device != device):
-                    self._bring(part, read(start, stop), device)
-        finally:
-            for part in nodes:
-                part.users -= 1
-
     def _bring(self, node: Node, kv: KVTensors, device: torch.device) -> None:
         """Give a node its KV on the device; `kv` is the same without states."""
         old, nbytes = node.kv, node.nbytes
@@ -497,10 +488,6 @@ def _storage(kv: KVTensors) -> int:
 
 def _is_all(node: Node, count: int) -> bool:
     return count == len(node.ids)
-
-
-def _has_states(node: Node) -> bool:
-    return node.kv is not None and bool(node.kv.states)
 
 
 def _common(node: Node, ids: tuple[int, ...], at: int, stop: int) -> int:

@@ -232,7 +232,7 @@ def test_what_the_device_evicts_is_in_host_memory(known, room, host):
         stored = {
             (side := tensor.untyped_storage()).data_ptr(): side.nbytes()
             for node in tree._cold
-            for tensor in node.kv._all
+            for tensor in (*node.kv.keys, *node.kv.values, *node.kv.states)
         }
         assert sum(stored.values()) == tree.host_nbytes
     tree.clear()
