@@ -87,7 +87,10 @@ test-slow: setup
 # What takes hours: laws on all models, ten minutes of fifty threads, attacks that nobody has tried yet, and faults put
 # into the code, which the short tests must notice.
 test-nightly: setup
-	$(call timed,test-nightly,$(PYTEST) -m nightly)
+	$(call timed,test-nightly,KP_EXAMPLES=12 $(PYTEST) -m nightly)
+	KP_EXAMPLES=100 $(PYTEST) -m "not slow and not nightly" tests/laws
+	if [ -x $(VLLM)/bin/python ]; then OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m nightly tests/vllm; \
+	else echo "Left out tests/vllm: 'make setup-vllm' makes their environment."; fi
 	KP_SOAK_SECONDS=600 $(BIN)/python -m pytest -m slow tests/core/engines/test_soak.py
 	$(BIN)/python -m tests.attack --minutes 60 --seed $$(date +%F)
 	$(BIN)/python -m tests.mutants
@@ -125,7 +128,7 @@ audit: setup
 
 # Where vLLM cannot be installed (no build for this machine, no network), its tests are skipped, and it is said why.
 test-vllm:
-	@if $(MAKE) setup-vllm; then $(call timed,test-vllm,OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 --dist loadfile tests/vllm); \
+	@if $(MAKE) setup-vllm; then $(call timed,test-vllm,OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m "not nightly" tests/vllm); \
 	else echo "SKIPPED tests/vllm: 'make setup-vllm' failed; see above."; fi
 
 lint: setup

@@ -3,14 +3,17 @@
 import json
 import logging
 import os
+import shutil
 import time
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from kp_core import KVTensors, load_engine
+from kp_core import KVTensors, bundled_model, load_engine
+from kp_core.engines.hf import model as hf_model
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 
 DEMO = Path(__file__).parents[1] / "cookbooks" / "demo"
@@ -24,6 +27,36 @@ def levels():
     before = logger.level
     yield
     logger.setLevel(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checked_once():
+    """Each kind of model is checked for bitwise passes when a process first loads one; the next have its result.
+
+    The check takes most of the time of loading a tiny model, and hundreds are loaded. Its own tests call it directly.
+    """
+    check, results = hf_model.why_not_bitwise, {}
+
+    def remembered(model, packed):
+        key = (_structure(model.network), model.shape, model.attends, torch.get_num_threads())
+        if key not in results:
+            results[key] = (check(model, packed), [product.rows for product in packed])
+        why, rows = results[key]
+        for product, count in zip(packed, rows, strict=True):
+            product.rows = count
+        return why
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf_model, "why_not_bitwise", remembered)
+        yield
+
+
+def _structure(network):
+    """What the arithmetic of a model follows from: its configuration, the code of its modules, and its tensors."""
+    modules = [(name, type(each).forward, len(each._forward_hooks)) for name, each in network.named_modules()]
+    tensors = [(name, type(each), each.shape, each.dtype) for name, each in network.named_parameters()]
+    settings = {name: value for name, value in network.config.to_dict().items() if name != "_name_or_path"}
+    return repr(settings), tuple(modules), tuple(tensors)
 
 
 def until(holds, timeout_s=60):
@@ -65,6 +98,34 @@ def _smol(dtype):
 def smol():
     """The bundled model in float32."""
     return _smol(torch.float32)
+
+
+@pytest.fixture(scope="session")
+def thin_model(tmp_path_factory):
+    """A folder with the bundled model's tokenizer and chat template, and two narrow layers of random weights.
+
+    For tests of what is counted, called and written: it answers a hundred times as fast as the bundled model, nonsense.
+    """
+    folder = tmp_path_factory.mktemp("thin") / "thin"
+    shutil.copytree(bundled_model(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = AutoConfig.from_pretrained(folder)
+    config.update({"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "initializer_range": 0.2})
+    config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def thin(thin_model):
+    """An engine over `thin_model` in float32; shared, so tests must not count on an empty cache."""
+    return load_engine(thin_model, dtype="float32", device="cpu", cache_bytes=200_000_000)
+
+
+@pytest.fixture(params=["thin", pytest.param("bundled", marks=pytest.mark.nightly)])
+def thin_or_bundled(request):
+    """The folder of a model: the thin one with every change, the bundled one nightly."""
+    return str(request.getfixturevalue("thin_model") if request.param == "thin" else bundled_model())
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,14 @@
 """The models of tests that are for every model: a few of them with every change, all of them in `make test-nightly`."""
 
+import os
+
 import pytest
 import torch
 
 from kp_core.testing import ARCHITECTURES
 
+EXAMPLES = int(os.environ.get("KP_EXAMPLES") or 5)
+"""What hypothesis tries of each law; `make test-nightly` tries more."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WITH_EVERY_CHANGE = {
     # Plain, and the one of these with the same bits however a prompt is reached.

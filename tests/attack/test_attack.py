@@ -15,8 +15,11 @@ from tests.attack.harness import NAMES, HungError, LostError, WrongError, load, 
 from tests.attack.mutate import value, warped
 
 
-@pytest.mark.parametrize("quarters", [(0, 1), pytest.param((1, 4), marks=pytest.mark.slow)], ids=["few", "rest"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("quarters", [(0, 1), pytest.param((1, 4), marks=pytest.mark.nightly)], ids=["few", "rest"])
+# Processes that are killed take their time; `test_chroma.py` kills one with every change.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "kills" else ()) for name in NAMES]
+)
 def test_attacks_come_to_nothing(name, quarters, tmp_path):
     first, end = (quarter * load(name).SHORT for quarter in quarters)
     tally = run(name, 0, tmp_path, numbers=range(first, end))

@@ -28,6 +28,12 @@ def once(smol: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kp_core.load_engine", lambda _model, **_options: smol)
 
 
+@pytest.fixture
+def at_once(thin: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands have a model that answers at once, nonsense."""
+    monkeypatch.setattr("kp_core.load_engine", lambda _model, **_options: thin)
+
+
 def test_help_names_every_command_and_the_exit_codes(kp: Kp) -> None:
     code, out, _ = kp("--help")
     assert code == 0
@@ -78,7 +84,7 @@ def test_a_dataset_that_is_not_there_leaves_nothing_behind(kp: Kp, tmp_path: Pat
         assert not (tmp_path / "bank").exists()
 
 
-def test_brackets_are_printed_as_they_are(kp: Kp, bank: Path, once: None) -> None:
+def test_brackets_are_printed_as_they_are(kp: Kp, bank: Path, at_once: None) -> None:
     assert kp("add", "bank", "--fact", "Glyphs of [/orrelay] are [red]red[/red].", "--title", "[b]Glyphs[/]")[0] == 0
     code, out, _ = kp("search", "bank", "What are the glyphs of Orrelay?", "-k", "1")
     assert code == 0
@@ -202,7 +208,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return type_lines
 
 
-def test_chat_goes_on_until_an_empty_line(kp: Kp, bank: Path, once: None, typed: Callable[..., None]) -> None:
+def test_chat_goes_on_until_an_empty_line(kp: Kp, bank: Path, at_once: None, typed: Callable[..., None]) -> None:
     typed("Which bird is on the flag?", "Who wrote the novel?", "", "Never asked.")
     code, out, _ = kp("chat", "bank", "-k", "1", "--dtype", "float32", "--max-tokens", "8")
     assert code == 0
@@ -210,7 +216,7 @@ def test_chat_goes_on_until_an_empty_line(kp: Kp, bank: Path, once: None, typed:
     assert out.index("from Flag ·") < out.index("from Novel ·")
 
 
-def test_chat_looks_where_it_is_told_to(kp: Kp, bank: Path, once: None, typed: Callable[..., None]) -> None:
+def test_chat_looks_where_it_is_told_to(kp: Kp, bank: Path, at_once: None, typed: Callable[..., None]) -> None:
     question = "Which bird is on the flag?"
     typed(question)
     assert "from Novel · facts.jsonl, Bread" in kp("chat", "bank", "--where", '{"year": 1987}', "--max-tokens", "2")[1]
@@ -286,13 +292,13 @@ def test_a_reader_that_has_enough_ends_a_command_quietly(bank: Path, options: li
 
 
 def test_verify_finds_packs_whose_tokens_are_not_those_of_their_text(
-    kp: Kp, tmp_path: Path, smol: Session, once: None
+    kp: Kp, tmp_path: Path, thin: Session, at_once: None
 ) -> None:
     store = PackStore(tmp_path / "store")
-    good, other = smol.build_packs(["The mill has four sails.", "A heron stands."], lazy=True, progress=False)
+    good, other = thin.build_packs(["The mill has four sails.", "A heron stands."], lazy=True, progress=False)
     store.put(good)
     # Packs for the system message hold the end of their line among their tokens, and once did in their text.
-    memory = smol.build_pack("The ferry leaves at nine.", compiled_for="system", lazy=True)
+    memory = thin.build_pack("The ferry leaves at nine.", compiled_for="system", lazy=True)
     for text in (memory.text, memory.text + "\n"):
         store.put(replace(memory, text=text))
     store.put(replace(other, token_ids=good.token_ids))

@@ -25,8 +25,8 @@ TINY = ("--engine", "tests.cli.engines:tiny")
 OWN = ("--engine", "tests.cli.engines:own")
 
 
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "_TOKENS", (60, 120, 240))
+def small(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
+    monkeypatch.setattr(demo, "_TOKENS", sizes)
     monkeypatch.setattr(demo, "_FOUND", 40)
     monkeypatch.setattr(demo, "_SEARCHES", 3)
 
@@ -78,14 +78,18 @@ def check_demo(out: str, searches: int) -> None:
 
 
 def test_the_demo_makes_its_points(kp: Kp, monkeypatch: pytest.MonkeyPatch) -> None:
-    small(monkeypatch)
+    small(monkeypatch, 60, 120, 240)
     code, out, err = kp("demo", *OWN)
     assert code == 0, err
     check_demo(out, 3)
 
 
-@pytest.mark.slow
-def test_the_demo_on_the_bundled_model(kp: Kp) -> None:
+@pytest.mark.parametrize(
+    "sizes", [pytest.param((60, 500, 600), marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.nightly)]
+)
+def test_the_demo_on_the_bundled_model(kp: Kp, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] | None) -> None:
+    if sizes is not None:
+        small(monkeypatch, *sizes)
     code, out, err = kp("demo")
     assert code == 0, err
     check_demo(out, demo._SEARCHES)

@@ -1,4 +1,4 @@
-"""The benchmarks: their scores, and each of them on a few rows with the real model."""
+"""The benchmarks: their scores, and each of them on a few rows with a thin model; nightly with the bundled one."""
 
 from __future__ import annotations
 
@@ -122,8 +122,9 @@ def run(module: Any, tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_equivalence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equivalence(thin_or_bundled: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--data", data("hotpotqa_gold.jsonl"), "--limit", "2", "--dtype", "float32", "--tokens", "6")
+    arguments += ("--model", thin_or_bundled)
     figures = run(equivalence, tmp_path, *arguments, "--answers", str(tmp_path / "answers.jsonl"))
     assert list(figures)[:6] == ["n", "dtype", "em", "f1", "differ", "bit_identical"]
     assert (figures["n"], figures["dtype"], figures["bit_identical"]) == (2, "float32", figures["bits"]["pack_text"])
@@ -140,9 +141,10 @@ def test_equivalence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.slow
-def test_equivalence_of_some_columns_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+def test_equivalence_of_some_columns_goes_on_where_it_was_interrupted(thin_or_bundled: str, tmp_path: Path) -> None:
     answers, wanted = tmp_path / "answers.jsonl", ("--columns", "pack_text", "--sizes", "40", "--repeats", "1")
     arguments = ("--data", data("hotpotqa_gold.jsonl"), "--limit", "1", "--tokens", "2", "--answers", str(answers))
+    arguments += ("--model", thin_or_bundled)
     figures = run(equivalence, tmp_path, *arguments, *wanted, "--passages", data("wiki_passages.jsonl"))
     assert list(figures["differ"]) == list(figures["bits"]) == ["pack_text"]
     assert figures["em"]["none"] is None
@@ -179,9 +181,9 @@ def test_the_template_for_gemma_has_its_turns() -> None:
 
 
 @pytest.mark.slow
-def test_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several(thin_or_bundled: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--data", data("hotpotqa_gold.jsonl"), "--limit", "2", "--tokens", "6")
-    figures = run(several, tmp_path, *arguments)
+    figures = run(several, tmp_path, *arguments, "--model", thin_or_bundled)
     assert list(figures["rows"]) == ["given", "shuffled", "free"]
     for row in figures["rows"].values():
         assert row["cold"] == row["warm"] == row["logits"] == 0
@@ -189,9 +191,9 @@ def test_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_ttft(tmp_path: Path) -> None:
+def test_ttft(thin_or_bundled: str, tmp_path: Path) -> None:
     arguments = ("--data", data("wiki_passages.jsonl"), "--limit", "20", "--tokens", "64", "--repeats", "1")
-    (row,) = run(ttft, tmp_path, *arguments)["rows"]
+    (row,) = run(ttft, tmp_path, *arguments, "--model", thin_or_bundled)["rows"]
     expected = ["tokens", "text_s", "pack_memory_s", "pack_disk_s", "floor_s", "hf_text_s", "peak_bytes"]
     assert list(row) == expected
     assert row["tokens"] == 64
@@ -208,9 +210,9 @@ def test_windows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_accumulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_accumulation(thin_or_bundled: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--data", data("hotpotqa_distractor.jsonl"), "--limit", "1", "--searches", "1", "3", "--tokens", "2")
-    rows = run(accumulation, tmp_path, *arguments)["rows"]
+    rows = run(accumulation, tmp_path, *arguments, "--model", thin_or_bundled)["rows"]
     assert [row["searches"] for row in rows] == [1, 3]
     for row in rows:
         assert list(row) == ["searches", "em", "prompt_tokens", "pack_tokens", "computed_tokens", "seconds"]
@@ -292,9 +294,9 @@ def test_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_objects(tmp_path: Path) -> None:
+def test_objects(thin_or_bundled: str, tmp_path: Path) -> None:
     arguments = ("--data", data("wiki_passages.jsonl"), "--tokens", "256", "--repeats", "1", "--faults", "2")
-    figures = run(objects, tmp_path, *arguments)
+    figures = run(objects, tmp_path, *arguments, "--model", thin_or_bundled)
     assert (figures["faults"]["wrong"], figures["faults"]["lost"]) == (0, 0)
     (row,) = figures["rows"]
     assert list(row) == ["tokens", "bytes", "computed_s", "folder_s", "near_s", "far_s"]
@@ -314,15 +316,19 @@ def test_a_hundred_edits_of_four_kinds() -> None:
 
 
 @pytest.mark.slow
-def test_editing(tmp_path: Path) -> None:
-    rows = run(editing, tmp_path, "--limit", "6", "--tokens", "60", "--plots", str(tmp_path))["rows"]
+def test_editing(thin_or_bundled: str, tmp_path: Path) -> None:
+    arguments = ("--limit", "6", "--tokens", "60", "--plots", str(tmp_path), "--model", thin_or_bundled)
+    rows = run(editing, tmp_path, *arguments)["rows"]
     keys = ["method", "kind", "tokens", "facts", "asked", "changed", "old", "kept", "computed_share", "ttft_s"]
     assert all(list(row) == keys for row in rows)
     found = {row["method"]: row for row in rows if row["kind"] == "all"}
+    assert len(list(tmp_path.glob("editing-*.svg"))) == 2  # For light and for dark pages.
+    if "thin" in thin_or_bundled:  # It answers no question right, and of those that are answered so the rest is told.
+        assert {row["asked"] for row in rows} == {0}
+        return
     assert found["rebuild"]["asked"] > 0
     assert (found["rebuild"]["changed"], found["erratum"]["kept"]) == (1, 1)
     assert found["overwrite"]["computed_share"] < found["erratum"]["computed_share"]
-    assert len(list(tmp_path.glob("editing-*.svg"))) == 2  # For light and for dark pages.
 
 
 @pytest.mark.nightly
@@ -414,9 +420,10 @@ def test_kept_answers_are_counted_against_exact_composition() -> None:
 
 
 @pytest.mark.slow
-def test_an_agent_that_searches(tmp_path: Path) -> None:
+def test_an_agent_that_searches(thin_or_bundled: str, tmp_path: Path) -> None:
     """Text and handles compute the same tokens; of what was selected, fewer are sent and computed."""
-    figures = run(searches, tmp_path, "--steps", "2", "--packs", "3", "--tokens", "40", "--limit", "1", "--asked", "1")
+    sizes = ("--steps", "2", "--packs", "3", "--tokens", "40", "--limit", "1", "--asked", "1")
+    figures = run(searches, tmp_path, *sizes, "--model", thin_or_bundled)
     found = {name: rows[0] for name, rows in figures["conversations"].items()}
     assert found["text"]["sent"] == found["exact"]["sent"] > found["select"]["sent"]
     assert found["text"]["computed"] == found["exact"]["computed"] > found["select"]["computed"] > 0
@@ -439,10 +446,11 @@ def test_answers_refuses_what_cannot_be_measured(given: list[str], said: str, ca
 
 
 @pytest.mark.slow
-def test_answers(tmp_path: Path) -> None:
+def test_answers(thin_or_bundled: str, tmp_path: Path) -> None:
     out, composers = tmp_path / "out.json", ("splice", "select:packs=1", "reversed")
     asked = ["--sets", "needle", "--packs", "2", "--tokens", "30", "--orders", "given", "shuffled", "--timed", "1"]
     arguments = [*asked, "--limit", "2", "--all", "--composers", *composers, "--seed", "3", "--json", str(out)]
+    arguments += ["--model", thin_or_bundled]
     figures = answers.main([*arguments, "--plots", str(tmp_path)])
     assert [(row["order"], row["composer"]) for row in figures["rows"]] == [
         (order, composer) for order in ("given", "shuffled") for composer in ("exact", *composers)
@@ -450,7 +458,7 @@ def test_answers(tmp_path: Path) -> None:
     for row in figures["rows"]:
         assert set(row) == set(answers.COLUMNS)
         assert row["n"] >= 2
-        assert row["floor_s"] < row["text_s"]
+        assert min(row["floor_s"], row["text_s"]) > 0
         assert row["composer"] != "exact" or (row["kept"], row["lost"], row["won"], row["kl"]) == (1, 0, 0, 0)
     assert (tmp_path / "answers-needle-kept.svg").exists()
     log = out.with_suffix(".jsonl")
@@ -461,10 +469,10 @@ def test_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_composition(tmp_path: Path) -> None:
+def test_composition(thin_or_bundled: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     sizes = ["--packs", "2", "400", "--sizes", "25", "--pairs", "1"]
-    asked = ["--passages", data("wiki_passages.jsonl"), "--orders", "2"]
+    asked = ["--passages", data("wiki_passages.jsonl"), "--orders", "2", "--model", thin_or_bundled]
     composition.main(["--data", data("hotpotqa_gold.jsonl"), *asked, *sizes, "--json", str(out)])
     figures = json.loads(out.read_text())
     rows = figures["rows"]
@@ -478,10 +486,11 @@ def test_composition(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_concurrency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrency(thin_or_bundled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(concurrency, "_VLLM", tmp_path / "absent")
     out = tmp_path / "out.json"
     sizes = ["--users", "1", "2", "--tokens", "64", "--sharing", "pack", "text", "--answer", "4", "--long", "300"]
+    sizes += ["--model", thin_or_bundled]
     concurrency.main(["--data", data("wiki_passages.jsonl"), *sizes, "--json", str(out)])
     found = json.loads(out.read_text())
     assert [(row["users"], row["sharing"], row["at_once"]) for row in found["rows"]] == [

@@ -354,10 +354,10 @@ def test_a_fact_is_compiled_in_its_own_namespace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lazy", [True, False])
 def test_texts_too_short_for_a_pack_go_as_text(
-    tmp_path: Path, smol: Session, caplog: pytest.LogCaptureFixture, *, lazy: bool
+    tmp_path: Path, thin: Session, caplog: pytest.LogCaptureFixture, *, lazy: bool
 ) -> None:
     facts, texts = MemoryFactStore(HashEmbedder()), ["One.", "***", "Two.", "---", "Three."]
-    made = Delivery(facts, smol, PackStore(tmp_path), kv="lazy" if lazy else "stored")
+    made = Delivery(facts, thin, PackStore(tmp_path), kv="lazy" if lazy else "stored")
     made.add([Fact(text) for text in texts], progress=False)
     assert len(list(PackStore(tmp_path))) == 3
     said = [record.getMessage() for record in caplog.records]

@@ -76,7 +76,12 @@ def ask(agent, text, thread="1"):
 # Counting tokens takes no more than a tiny model, and twenty steps of the bundled one take a minute.
 @pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
 @pytest.mark.parametrize(
-    ("placement", "count"), [("in_place", 20), ("system", 6), pytest.param("system", 20, marks=pytest.mark.slow)]
+    ("placement", "count"),
+    [
+        ("in_place", 8),
+        ("system", 6),
+        *(pytest.param(each, 20, marks=pytest.mark.slow) for each in ("in_place", "system")),
+    ],
 )
 def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(placement, count, model, pages, chat_engine):
     chat_engine.clear_cache()
@@ -290,9 +295,9 @@ def test_rewritten_text_wins_over_its_handle(text_retriever, store, caplog):
     assert "not that of" in caplog.text
 
 
-def test_handles_that_stand_in_documents_of_earlier_releases(smol, store):
+def test_handles_that_stand_in_documents_of_earlier_releases(thin, store):
     # They put a line feed behind memory, and the handle into the metadata itself.
-    handle = str(store.put(smol.build_pack("Ana keeps bees.\n", namespace="isles", lazy=True)))
+    handle = str(store.put(thin.build_pack("Ana keeps bees.\n", namespace="isles", lazy=True)))
     [made] = to_handles([Document("Ana keeps bees.", metadata={"handle": handle})], store)
     assert made.page_content == handle
     [theirs] = to_handles([Document("Ana keeps bees.", metadata={"handle": "brass"})], store)

@@ -1,6 +1,7 @@
-"""The benchmarks of agents and grammars, small, with the real model."""
+"""The benchmarks of agents and grammars, small, with a thin model; nightly with the bundled one."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,18 +11,23 @@ from benchmarks import agent, chains, common, grammar, stuffing
 pytestmark = pytest.mark.slow
 
 
-def run(benchmark, tmp_path, *arguments):
+@pytest.fixture
+def run(thin_or_bundled, tmp_path):
+    return partial(_run, thin_or_bundled, tmp_path)
+
+
+def _run(model, tmp_path, benchmark, *arguments):
     out = tmp_path / "figures.json"
-    figures = benchmark.main([*arguments, "--dtype", "float32", "--json", str(out)])
+    figures = benchmark.main([*arguments, "--dtype", "float32", "--model", model, "--json", str(out)])
     assert json.loads(out.read_text()) == json.loads(json.dumps(figures))
     return figures
 
 
-def test_agent(tmp_path, capsys):
+def test_agent(run, capsys):
     data = common.data_folder() / "wiki_passages.jsonl"
     if not data.exists():
         pytest.skip(f"{data} is absent; set KP_DATA to the folder that holds it")
-    steps = run(agent, tmp_path, "--data", str(data), "--steps", "3")["steps"]
+    steps = run(agent, "--data", str(data), "--steps", "3")["steps"]
     sent = {name: [step["prompt_tokens"] for step in found] for name, found in steps.items()}
     assert sent["text"] == sent["none"] == sorted(set(sent["text"]))
     assert sent["packs"][1] == sent["packs"][2]
@@ -29,28 +35,28 @@ def test_agent(tmp_path, capsys):
     assert "longest to shortest: 1.000" in capsys.readouterr().out
 
 
-def test_stuffing(tmp_path):
+def test_stuffing(run, tmp_path):
     facts = Path(__file__).parents[2] / "cookbooks" / "demo" / "facts.jsonl"
     rows = [json.loads(line) for line in facts.read_text().splitlines()]
     # Facts of the demo are shorter than what is recognised, so five make a passage.
     passages = [" ".join(row["text"] for row in rows[at : at + 5]) for at in range(0, 40, 5)]
     data = tmp_path / "passages.jsonl"
     data.write_text("".join(json.dumps({"title": text.split(".")[0], "text": text}) + "\n" for text in passages))
-    figures = run(stuffing, tmp_path, "--data", str(data), "--subjects", "2", "--documents", "2")
+    figures = run(stuffing, "--data", str(data), "--subjects", "2", "--documents", "2")
     found = {(row["recognise"], row["question"]): row for row in figures["rows"]}
     assert found[False, 2]["recognised_tokens"] == 0 < found[True, 1]["recognised_tokens"]
     # The engine reuses what both questions begin with either way.
     assert found[True, 2]["computed_tokens"] <= found[False, 2]["computed_tokens"]
 
 
-def test_grammar(tmp_path):
-    figures = run(grammar, tmp_path, "--limit", "2", "--tokens", "48", "--repeats", "1")
+def test_grammar(run):
+    figures = run(grammar, "--limit", "2", "--tokens", "48", "--repeats", "1")
     assert (figures["n"], figures["failed"], figures["failures"]) == (2, 0, [])
     assert set(figures["seconds_per_token"]) == {"grammar", "free"}
 
 
-def test_chains(tmp_path):
-    rows = run(chains, tmp_path, "--limit", "2", "--dtype", "float32")["rows"]
+def test_chains(run):
+    rows = run(chains, "--limit", "2", "--dtype", "float32")["rows"]
     found = {row["way"]: row for row in rows}
     assert [row["asked"] for row in rows] == [2, 2, 2, 1, 1]
     for unit, asked in (("3 facts", 2), ("one bank", 1)):

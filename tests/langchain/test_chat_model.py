@@ -140,16 +140,16 @@ def test_a_store_needs_namespaces_that_are_names(store):
         ChatKnowledgePacks(store=store, namespaces=["../up"])
 
 
-def test_leaving_a_stream_early_stops_the_engine(smol):
-    chat = ChatKnowledgePacks(engine=smol, max_tokens=400)
+def test_leaving_a_stream_early_stops_the_engine(thin):
+    chat = ChatKnowledgePacks(engine=thin, max_tokens=4000)
     stream = chat.stream("Tell a very long story about the sea.")
     next(stream)
     stream.close()
     assert chat.invoke("Hi", max_tokens=1).usage_metadata["output_tokens"] == 1
 
 
-async def test_cancelling_stops_the_engine(smol):
-    chat = ChatKnowledgePacks(engine=smol, max_tokens=400)
+async def test_cancelling_stops_the_engine(thin):
+    chat = ChatKnowledgePacks(engine=thin, max_tokens=4000)
     busy = threading.active_count()
 
     async def read():
@@ -158,12 +158,12 @@ async def test_cancelling_stops_the_engine(smol):
 
     for ask in (read, lambda: chat.ainvoke("Tell a very long story about a mountain.")):
         started = asyncio.Event()
-        smol.clear_cache()
+        thin.clear_cache()
         task = asyncio.ensure_future(ask())
         if ask is read:
             await started.wait()
         else:
-            await asyncio.to_thread(until, lambda: smol.cached_bytes)
+            await asyncio.to_thread(until, lambda: thin.cached_bytes)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

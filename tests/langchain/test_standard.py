@@ -77,13 +77,14 @@ class TestTinyChatModel(TextModel):
         super().test_unicode_tool_call_integration(model)
 
 
-@pytest.mark.slow
-class TestChatModel(TextModel):
+class BundledModel(TextModel):
     """The bundled model; short answers keep the suite short."""
+
+    dtype: str
 
     @property
     def chat_model_params(self):
-        return {"dtype": "float32", "max_tokens": 64, "temperature": 0}
+        return {"dtype": self.dtype, "max_tokens": 64, "temperature": 0}
 
     @property
     def supports_model_override(self):
@@ -94,10 +95,14 @@ class TestChatModel(TextModel):
         return str(bundled_model())
 
 
-class TestChatModelBfloat16(TestChatModel):
-    @property
-    def chat_model_params(self):
-        return {"dtype": "bfloat16", "max_tokens": 64, "temperature": 0}
+@pytest.mark.nightly
+class TestChatModel(BundledModel):
+    dtype = "float32"
+
+
+@pytest.mark.slow
+class TestChatModelBfloat16(BundledModel):
+    dtype = "bfloat16"
 
 
 class TestRetriever(RetrieversIntegrationTests):

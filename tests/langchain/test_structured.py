@@ -1,5 +1,6 @@
 """Tools and structured output through LangChain's own interfaces."""
 
+import itertools
 from typing import TypedDict
 
 import pytest
@@ -38,12 +39,23 @@ def chat(chat_engine, call_tokens):
     return ChatKnowledgePacks(engine=chat_engine, max_tokens=call_tokens + 24)
 
 
-@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
-def test_schemas_of_every_kind_come_back_as_asked(method, chat):
-    assert isinstance(chat.with_structured_output(Person, method=method).invoke("Ana is 30."), Person)
-    assert set(chat.with_structured_output(Place, method=method).invoke("Ana lives in Rome.")) == {"city"}
-    schema = {**Person.model_json_schema(), "title": "person"}
-    assert set(chat.with_structured_output(schema, method=method).invoke("Ana is 30.")) == {"name", "age"}
+METHODS = ("json_schema", "function_calling", "json_mode")
+KINDS = {"class": Person, "typed dictionary": Place, "schema": {**Person.model_json_schema(), "title": "person"}}
+
+
+def kinds():
+    """Each kind by one method with every change, and by each method nightly."""
+    for method, (at, kind) in itertools.product(METHODS, enumerate(KINDS)):
+        yield pytest.param(method, kind, marks=() if METHODS[at] == method else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("method", "kind"), kinds())
+def test_schemas_of_every_kind_come_back_as_asked(method, kind, chat):
+    found = chat.with_structured_output(KINDS[kind], method=method).invoke("Ana is 30, and lives in Rome.")
+    if kind == "class":
+        assert isinstance(found, Person)
+    else:
+        assert set(found) == ({"city"} if kind == "typed dictionary" else {"name", "age"})
 
 
 def test_raw_is_included_when_asked(chat):

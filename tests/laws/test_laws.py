@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from kp_core import KVTensors, PackStore
 from kp_core.errors import FingerprintMismatchError, KVShapeError
 from tests.conftest import alike, tiny_engine
-from tests.matrix import architectures, models
+from tests.matrix import EXAMPLES, architectures, models
 
-law = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+law = settings(deadline=None, max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 # Words, digits, line feeds, special-token strings, letters outside ASCII: what edges of packs are made of.
 words = st.lists(

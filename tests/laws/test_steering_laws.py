@@ -11,9 +11,9 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import common_length
 from kp_core.steering import Steering
 from tests.conftest import alike, tiny_engine
-from tests.matrix import architectures, models
+from tests.matrix import EXAMPLES, architectures, models
 
-law = settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+law = settings(deadline=None, max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 PAIRS = [("The formal one.\n", "an 7 er"), ("the other, formal", "er er er 42"), ("中 the", "é an")]
 SCOPES = [None, "system", "prompt", "last_token"]

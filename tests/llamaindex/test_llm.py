@@ -248,8 +248,8 @@ async def test_async_leaves_the_loop_free(smol):
     assert "".join(pieces) == answer.text == llm.complete("Name three colours.").text
 
 
-async def test_cancelling_stops_the_engine(smol):
-    llm = KnowledgePackLLM(engine=smol, max_tokens=400)
+async def test_cancelling_stops_the_engine(thin):
+    llm = KnowledgePackLLM(engine=thin, max_tokens=4000)
     started = asyncio.Event()
 
     async def read():
@@ -261,9 +261,9 @@ async def test_cancelling_stops_the_engine(smol):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    smol.clear_cache()
+    thin.clear_cache()
     task = asyncio.ensure_future(llm.acomplete("Tell a very long story about a mountain."))
-    await asyncio.to_thread(until, lambda: smol.cached_bytes)
+    await asyncio.to_thread(until, lambda: thin.cached_bytes)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

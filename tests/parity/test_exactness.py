@@ -6,19 +6,25 @@ from transformers import AutoModelForCausalLM
 
 from kp_core import PackStore, bundled_model
 
-QUESTIONS = 8
+TOKENS = 8
+SETS = {
+    # Of the demo's world, which is always there, a question of one fact, and one of eight.
+    "two": ("orrelay", slice(0, 5, 4)),
+    "three": ("hotpot", slice(3)),
+    "orrelay": ("orrelay", slice(1, 4)),
+    "hotpot": ("hotpot", slice(3, 8)),
+}
+MARKS = {"two": (), "three": pytest.mark.slow}
 
 
-@pytest.fixture(params=["two", *(pytest.param(each, marks=pytest.mark.slow) for each in ("orrelay", "hotpot"))])
+@pytest.fixture(params=[pytest.param(each, marks=MARKS.get(each, pytest.mark.nightly)) for each in SETS])
 def rows(request):
-    """The demo's world, which is always there, and HotpotQA; with every change a question of one fact, and of eight."""
-    if request.param == "two":
-        return request.getfixturevalue("orrelay")[::4]
-    return request.getfixturevalue(request.param)
+    name, part = SETS[request.param]
+    return request.getfixturevalue(name)[part]
 
 
 def conversations(engine, store, rows):
-    for row in rows[:QUESTIONS]:
+    for row in rows:
         text = "\n".join(f"{fact['title']}: {fact['text']}" for fact in row["gold_facts"])
         handle = store.put(engine.build_pack(text, namespace="parity"))
         yield f"{handle}\n\nAnswer in a few words. {row['question']}", text
@@ -34,8 +40,8 @@ def test_pack_equals_text_on_this_engine(request, rows, tmp_path, dtype):
         warm = engine.prefill(question, view=view)
         assert torch.equal(cold.logits, warm.logits)
         assert warm.usage.reused_tokens >= warm.usage.pack_tokens
-        pack = engine.generate(question, view=view, max_tokens=12)
-        text = engine.generate(question, view=view, max_tokens=12, reuse=False)
+        pack = engine.generate(question, view=view, max_tokens=TOKENS)
+        text = engine.generate(question, view=view, max_tokens=TOKENS, reuse=False)
         assert pack.token_ids == text.token_ids
 
 
@@ -43,9 +49,9 @@ def test_pack_equals_plain_text_and_plain_generate(smol, rows, tmp_path):
     store = PackStore(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=torch.float32)
     for question, text in conversations(smol, store, rows):
-        answer = smol.generate(question, view=store.view("parity"), max_tokens=12)
+        answer = smol.generate(question, view=store.view("parity"), max_tokens=TOKENS)
         handle = question.split("\n")[0]
-        assert answer.token_ids == smol.generate(question.replace(handle, text), max_tokens=12).token_ids
+        assert answer.token_ids == smol.generate(question.replace(handle, text), max_tokens=TOKENS).token_ids
         ids = smol.tokenizer.apply_chat_template(
             [{"role": "user", "content": question.replace(handle, text)}],
             add_generation_prompt=True,
@@ -53,7 +59,7 @@ def test_pack_equals_plain_text_and_plain_generate(smol, rows, tmp_path):
             return_tensors="pt",
         )
         assert tuple(ids[0].tolist()) == answer.prompt.token_ids
-        expected = plain.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+        expected = plain.generate(ids, max_new_tokens=TOKENS, do_sample=False)[0, ids.shape[1] :]
         assert answer.token_ids == tuple(expected.tolist())
 
 

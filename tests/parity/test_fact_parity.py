@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kp_core.facts import ChromaFactStore, Fact, MemoryFactStore
 from kp_core.facts.embed import SentenceTransformerEmbedder
 
 DEMO = Path(__file__).parents[2] / "cookbooks" / "demo"
-FACTS = 300
+FACTS = 200
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
@@ -28,11 +30,15 @@ QUESTIONS = [row["question"] for row in rows_of("questions.jsonl")]
 
 
 class RememberingEmbedder(SentenceTransformerEmbedder):
-    """The bundled model, embedding each question once for all tests."""
+    """The bundled model, embedding each question and each list of facts once for all tests."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed_query = functools.cache(super().embed_query)  # type: ignore[method-assign]
+        self._of_texts = functools.cache(super().embed)
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        return self._of_texts(tuple(texts))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ FACTS = [
 QUESTION = "Who keeps the lighthouse of Brask?"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_warm_is_cold_in_every_order(request, tmp_path, dtype):
     engine, store = request.getfixturevalue("smol" if dtype == "float32" else "smol_bf16"), PackStore(tmp_path)
     handles = [str(store.put(pack)) for pack in engine.build_packs(FACTS, namespace="brask", progress=False)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kp_core import KVTensors, PacketComposer, PackStore, bundled_model, load_engine
+from kp_core import KVTensors, PacketComposer, PackStore, load_engine
 from kp_core.engines.hf.foresight import token_embeddings
 from kp_core.engines.request import Request
 from kp_core.errors import PackError, UnsupportedRequestError
@@ -230,8 +230,8 @@ def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_pa
     assert read(stored, StoredRun(rights.begins, ("a",)), packet.start, packet.stop).equal(expected)
 
 
-def test_embeddings_are_those_of_the_model(smol_bf16):
-    embeddings, model = token_embeddings(bundled_model()), smol_bf16.engine.model.network
+def test_embeddings_are_those_of_the_model(thin, thin_model):
+    embeddings, model = token_embeddings(thin_model), thin.engine.model.network
     ids = [0, 5, 49151, 5]
     assert torch.equal(embeddings(ids), model.get_input_embeddings()(torch.tensor(ids)))
 

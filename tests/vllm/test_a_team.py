@@ -4,9 +4,6 @@ They come before the server of all other tests (by the name of this file), as th
 """
 
 import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,6 +14,7 @@ import pytest
 from llama_index.core.llms import ChatMessage
 
 from benchmarks import s3server
+from kp_cli.app import run
 from kp_core import KVTensors, PacketComposer, PackStore, bundled_model, load_engine
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
@@ -62,17 +60,16 @@ def session_of(server):
     return load_engine(engine=server.url, api_key=server.keys["own"])
 
 
-def test_what_one_compiles_both_adapters_and_the_openai_client_ask_the_other(team):
+def test_what_one_compiles_both_adapters_and_the_openai_client_ask_the_other(team, monkeypatch):
     openai = pytest.importorskip("openai")
     facts = (DEMO / "facts.jsonl").read_text().splitlines()[:4]
     (team.folder / "facts.jsonl").write_text("\n".join(facts))
     build = ["build", "isles", "facts.jsonl", "--namespace", "own", "--compile", "--engine", team.a.url, "--json"]
-    subprocess.run(  # noqa: S603 - our own
-        [sys.executable, "-m", "kp_cli", *build, "--packs", PLACE],
-        cwd=team.folder,
-        env={**os.environ, **team.a.environment, "KP_API_KEY": team.a.keys["own"]},
-        check=True,
-    )
+    with monkeypatch.context() as patch:
+        patch.chdir(team.folder)
+        for name, value in {**team.a.environment, "KP_API_KEY": team.a.keys["own"]}.items():
+            patch.setenv(name, value)
+        assert run([*build, "--packs", PLACE]) == 0
     fact = json.loads(facts[0])["text"]
     handle = str(team.store.handle(fact, "own"))
     asked = f"{handle}\nWhat is told here?"

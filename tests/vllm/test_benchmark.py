@@ -6,6 +6,7 @@ from benchmarks import vllm
 from tests.conftest import DATA
 
 
+@pytest.mark.nightly
 def test_agents(server):
     if not (DATA / "wiki_passages.jsonl").is_file():
         pytest.skip("set KP_DATA to the folder that holds wiki_passages.jsonl")

@@ -14,9 +14,12 @@ def loaded(server):
     return server.counted("vllm:external_prefix_cache_hits_total")
 
 
-def test_answers_with_a_pack_are_those_with_the_text(server, questions):
+@pytest.mark.parametrize(
+    "part", [slice(8), pytest.param(slice(8, None), marks=pytest.mark.nightly)], ids=["few", "rest"]
+)
+def test_answers_with_a_pack_are_those_with_the_text(server, questions, part):
     different, before, delivered = [], loaded(server), 0
-    for question, text in questions:
+    for question, text in questions[part]:
         pack = server.compile(text)
         assert pack["compiled"]
         with_pack, usage = server.chat(f"{pack['handle']}\n{question}")

@@ -1,11 +1,8 @@
 """What `kp serve` adds to packs: facts, counts, bulk compiling, answers without handles, and ends in the middle."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -13,6 +10,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from kp_cli.app import run
 from kp_cli.play.world import SAMPLE, World
 from kp_core import load_engine
 from kp_core.errors import ModelError, UnsupportedModelError
@@ -93,22 +91,19 @@ def test_a_handle_of_more_than_the_context_is_refused_as_its_text_is(server):
     assert (status, "2048" in said["error"]["message"]) == (400, True)
 
 
-def test_a_collection_is_compiled_by_the_server(server, tmp_path):
+def test_a_collection_is_compiled_by_the_server(server, tmp_path, monkeypatch, capfd):
     facts = (DEMO / "facts.jsonl").read_text().splitlines()[:12]
     (tmp_path / "facts.jsonl").write_text("\n".join(facts))
     before = counts(server)["kp_packs_compiled_total"]
     build = ["build", "isles", "facts.jsonl", "--namespace", "own", "--compile", "--engine", server.url, "--json"]
     build += ["--packs", str(server.path)]
-    environment = {**os.environ, **server.environment, "KP_API_KEY": server.keys["own"]}
+    monkeypatch.chdir(tmp_path)
+    for name, value in {**server.environment, "KP_API_KEY": server.keys["own"]}.items():
+        monkeypatch.setenv(name, value)
     for compiled in (12, 0):
-        done = subprocess.run(  # noqa: S603 - our own
-            [sys.executable, "-m", "kp_cli", *build],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            check=True,
-        )
-        assert json.loads(done.stdout)["plan"]["packs"] == compiled, done.stderr
+        assert run(build) == 0
+        said = capfd.readouterr()
+        assert json.loads(said.out)["plan"]["packs"] == compiled, said.err
         assert counts(server)["kp_packs_compiled_total"] == before + 12
 
 

@@ -6,10 +6,11 @@ from kp_core import PacketComposer
 from kp_core.errors import ModelError, UnsupportedRequestError
 
 
-def test_spliced_answers_are_those_of_the_local_engine(both, questions):
+@pytest.mark.parametrize("part", [slice(4), pytest.param(slice(4, 6), marks=pytest.mark.nightly)], ids=["few", "rest"])
+def test_spliced_answers_are_those_of_the_local_engine(both, questions, part):
     """Several packs, in one message and in a conversation, the first of which stands where it was compiled."""
     different, moved = [], 0
-    for number, (question, text) in enumerate(questions[:6]):
+    for number, (question, text) in enumerate(questions[part]):
         lines = [f"Heard at the {place}. {line}" for place, line in zip("abcdef", text.splitlines(), strict=False)]
         content = "\n".join(f"{{{at}}}" for at in range(len(lines))) + f"\n{question}"
         if number % 2:

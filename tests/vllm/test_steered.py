@@ -12,9 +12,12 @@ def formal(smol):
     return smol.make_steering(preset("formal")[:4], progress=False)
 
 
-def test_steered_answers_are_those_of_the_local_engine(both, formal, questions):
+@pytest.mark.parametrize(
+    "part", [slice(8), pytest.param(slice(8, None), marks=pytest.mark.nightly)], ids=["few", "rest"]
+)
+def test_steered_answers_are_those_of_the_local_engine(both, formal, questions, part):
     different, moved = [], 0
-    for number, (question, text) in enumerate(questions):
+    for number, (question, text) in enumerate(questions[part]):
         content = f"{{0}}\n{question}"
         alpha, scope = [(1.5, "pack"), (2.0, "system")][number % 2]
         steered = {"steering": (formal, alpha), "scope": scope, "max_tokens": 12}
@@ -33,7 +36,7 @@ def test_steered_answers_are_those_of_the_local_engine(both, formal, questions):
             again = both.ask(content, texts, **steered)[0]
             assert again.text == there.text
             assert again.usage.computed_tokens < there.usage.computed_tokens
-    assert len(different) <= len(questions) // 20, different
+    assert len(different) <= (part.start is not None), different  # One of all twenty may round differently.
     assert moved  # The test can fail.
 
 

@@ -21,13 +21,24 @@ TEXTS = [
 SELECT = "select:packs=1"
 
 
+def five(engine, folder):
+    """The engine, a view of packs about five towns, and their handles."""
+    store = PackStore(folder)
+    handles = [str(store.put(pack)) for pack in engine.build_packs(TEXTS, namespace="towns", progress=False)]
+    engine.clear_cache()
+    return engine, {"view": store.view("towns"), "max_tokens": 12}, handles
+
+
 @pytest.fixture
 def towns(smol_bf16, tmp_path):
-    """The bundled model, a view of packs about five towns, and their handles."""
-    store = PackStore(tmp_path)
-    handles = [str(store.put(pack)) for pack in smol_bf16.build_packs(TEXTS, namespace="towns", progress=False)]
-    smol_bf16.clear_cache()
-    return smol_bf16, {"view": store.view("towns"), "max_tokens": 12}, handles
+    """On the bundled model, which finds the town that a question is about."""
+    return five(smol_bf16, tmp_path)
+
+
+@pytest.fixture(params=["thin", pytest.param("smol_bf16", marks=pytest.mark.nightly)])
+def anywhere(request, tmp_path):
+    """Where it does not matter which town is found."""
+    return five(request.getfixturevalue(request.param), tmp_path)
 
 
 def ask(handles, town):
@@ -36,7 +47,7 @@ def ask(handles, town):
 
 def test_the_pack_that_is_asked_for_is_read_and_no_other(towns):
     engine, options, handles = towns
-    for town, handle in zip(TOWNS, handles, strict=True):
+    for town, handle in list(zip(TOWNS, handles, strict=True))[::2]:
         answer = engine.generate(ask(handles, town), composer=SELECT, **options)
         assert [str(one) for one in answer.packs] == [handle]
         assert answer.usage.unread_packs == 4
@@ -56,8 +67,8 @@ def test_the_answer_is_that_of_the_text_of_what_was_read(towns):
     assert torch.equal(answer.logits, plain.logits)
 
 
-def test_selecting_leaves_nothing_behind_that_a_plain_prompt_could_find(towns):
-    engine, options, handles = towns
+def test_selecting_leaves_nothing_behind_that_a_plain_prompt_could_find(anywhere):
+    engine, options, handles = anywhere
     engine.generate(ask(handles, TOWNS[1]), composer=SELECT, **options)
     warm = engine.generate(ask(handles, TOWNS[1]), **options)
     cold = engine.generate(ask(handles, TOWNS[1]), reuse=False, **options)
@@ -65,9 +76,9 @@ def test_selecting_leaves_nothing_behind_that_a_plain_prompt_could_find(towns):
     assert warm.token_ids == cold.token_ids
 
 
-def test_an_attention_weight_is_that_of_a_forward_pass_over_the_same_kv(towns):
+def test_an_attention_weight_is_that_of_a_forward_pass_over_the_same_kv(anywhere):
     """The fast pass, which ends at the last layer that it needs, against all layers and heads."""
-    engine, options, handles = towns
+    engine, options, handles = anywhere
     selector = engine._planner._selector
     view = replace(options["view"], model=engine.fingerprint)
     packs = to_turns([{"role": "user", "content": "\n".join(handles)}], view)[0].segments[::2]
@@ -99,8 +110,8 @@ def test_an_agent_keeps_what_it_selected_and_selects_for_each_call(towns):
     assert second.usage.computed_tokens < len(second.prompt) - first.prompt.spans[0].stop
 
 
-def test_what_cannot_be_compared_is_sent_whole(towns, tmp_path):
-    engine, options, _ = towns
+def test_what_cannot_be_compared_is_sent_whole(anywhere, tmp_path):
+    engine, options, _ = anywhere
     store = PackStore(tmp_path / "lazy")
     handles = [str(store.put(engine.build_pack(text, namespace="towns", lazy=True))) for text in TEXTS[:2]]
     options |= {"view": store.view("towns")}
@@ -109,9 +120,8 @@ def test_what_cannot_be_compared_is_sent_whole(towns, tmp_path):
     assert [str(handle) for handle in answer.packs] == handles
 
 
-@pytest.mark.slow
-def test_damaged_heads_are_measured_again(towns):
-    engine, options, handles = towns
+def test_damaged_heads_are_measured_again(anywhere):
+    engine, options, handles = anywhere
     view = options["view"]
     first = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
     selector = engine._planner._selector
@@ -131,8 +141,8 @@ def test_damaged_heads_are_measured_again(towns):
     engine.__dict__.pop("_planner")
 
 
-def test_a_new_process_need_not_look_for_the_heads_again(towns, monkeypatch):
-    engine, options, handles = towns
+def test_a_new_process_need_not_look_for_the_heads_again(anywhere, monkeypatch):
+    engine, options, handles = anywhere
     engine.__dict__.pop("_planner", None)
     first = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
     found = engine._planner._selector._found
@@ -200,8 +210,8 @@ def test_words_that_are_known_are_not_looked_up():
     assert not _new_words("It is 4 m high.", "Is it 4 m high?")
 
 
-def test_the_sentence_with_most_attention(towns):
-    engine, _, _ = towns
+def test_the_sentence_with_most_attention(anywhere):
+    engine, _, _ = anywhere
     pack = engine.build_pack("It is old. Port Ambrose has a pier!\nNothing more is known")
     ids, sentences = pack.token_ids, set()
     for at in range(len(ids)):

@@ -23,23 +23,29 @@ FACT = "The lighthouse of Veyl burns blue oil. Its keeper is Orla Venn."
 ASK = "\n\nWho keeps the lighthouse of Veyl? Answer with the name."
 
 
+@pytest.fixture(params=["thin", pytest.param("smol", marks=pytest.mark.nightly)])
+def engine(request):
+    """With every change a model that answers at once; what must be real `tests/parity` asks of the bundled one."""
+    return request.getfixturevalue(request.param)
+
+
 @pytest.fixture
 def store(tmp_path):
     return PackStore(tmp_path)
 
 
 @pytest.fixture
-def asked(smol, store):
+def asked(engine, store):
     """A question over a pack, and what it takes to resolve it."""
-    handle = store.put(smol.build_pack(FACT, namespace="veyl"))
+    handle = store.put(engine.build_pack(FACT, namespace="veyl"))
     return f"{handle}{ASK}", store.view("veyl")
 
 
-def test_a_handle_gives_the_answer_of_the_text(smol, asked):
+def test_a_handle_gives_the_answer_of_the_text(engine, asked):
     question, view = asked
-    smol.clear_cache()
-    pack = smol.generate(question, view=view, max_tokens=24)
-    text = smol.generate(FACT + ASK, max_tokens=24)
+    engine.clear_cache()
+    pack = engine.generate(question, view=view, max_tokens=24)
+    text = engine.generate(FACT + ASK, max_tokens=24)
     assert pack.token_ids == text.token_ids
     assert pack.text == text.text
     assert pack.prompt.token_ids == text.prompt.token_ids
@@ -47,20 +53,20 @@ def test_a_handle_gives_the_answer_of_the_text(smol, asked):
     assert pack.usage.reused_tokens >= pack.usage.pack_tokens > 10
 
 
-def test_the_same_as_plain_generate(smol, asked):
-    question, view = asked
-    plain = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=torch.float32)
-    answer = smol.generate(question, view=view, max_tokens=16)
+def test_the_same_as_plain_generate(thin, thin_model, store):
+    view = store.view("veyl")
+    plain = AutoModelForCausalLM.from_pretrained(thin_model, dtype=torch.float32)
+    answer = thin.generate(f"{store.put(thin.build_pack(FACT, namespace='veyl'))}{ASK}", view=view, max_tokens=16)
     ids = torch.tensor([answer.prompt.token_ids])
     expected = plain.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :]
     assert answer.token_ids == tuple(expected.tolist())
 
 
-def test_nothing_is_computed_twice(smol, asked):
+def test_nothing_is_computed_twice(engine, asked):
     question, view = asked
-    smol.clear_cache()
-    first = smol.generate(question, view=view, max_tokens=8)
-    again = smol.generate(question, view=view, max_tokens=8)
+    engine.clear_cache()
+    first = engine.generate(question, view=view, max_tokens=8)
+    again = engine.generate(question, view=view, max_tokens=8)
     assert first.usage.computed_tokens > 0
     assert again.usage.computed_tokens == 0
     assert again.token_ids == first.token_ids
@@ -69,27 +75,27 @@ def test_nothing_is_computed_twice(smol, asked):
         {"role": "assistant", "content": first.text},
         {"role": "user", "content": "Are you sure?"},
     ]
-    second = smol.generate(turns, view=view, max_tokens=8)
+    second = engine.generate(turns, view=view, max_tokens=8)
     known = len(first.prompt) + len(first.token_ids) - 1
     assert second.usage.reused_tokens == known
     assert second.usage.computed_tokens == len(second.prompt) - known
 
 
-def test_usage_adds_up(smol, asked):
+def test_usage_adds_up(engine, asked):
     question, view = asked
     for request in ({}, {"reuse": False}, {"placement": "system"}, {"max_tokens": 1}):
-        usage = smol.generate(question, view=view, **{"max_tokens": 4, **request}).usage
+        usage = engine.generate(question, view=view, **{"max_tokens": 4, **request}).usage
         assert usage.prompt_tokens + usage.pack_tokens == usage.reused_tokens + usage.computed_tokens
         assert 1 <= usage.completion_tokens <= 4
-    assert smol.generate(question, view=view, reuse=False, max_tokens=1).usage.reused_tokens == 0
+    assert engine.generate(question, view=view, reuse=False, max_tokens=1).usage.reused_tokens == 0
 
 
-def test_prompt_tokens_stay_constant_as_memory_grows(smol):
-    packs = [smol.build_pack(f"Island {n} lies {n} miles from Veyl.", compiled_for="system") for n in range(1, 11)]
-    smol.clear_cache()
+def test_prompt_tokens_stay_constant_as_memory_grows(engine):
+    packs = [engine.build_pack(f"Island {n} lies {n} miles from Veyl.", compiled_for="system") for n in range(1, 11)]
+    engine.clear_cache()
     sent, computed = [], []
     for count in (1, 2, 5, 10):
-        usage = smol.generate("Which island is far?", packs=packs[:count], max_tokens=2).usage
+        usage = engine.generate("Which island is far?", packs=packs[:count], max_tokens=2).usage
         sent.append(usage.prompt_tokens)
         computed.append(usage.computed_tokens)
     assert len(set(sent)) == 1
@@ -98,32 +104,32 @@ def test_prompt_tokens_stay_constant_as_memory_grows(smol):
     assert sum(computed) <= 4 * sent[0] + sum(lengths[1:])
 
 
-def test_streaming_joins_to_the_answer(smol, asked):
+def test_streaming_joins_to_the_answer(engine, asked):
     question, view = asked
-    stream = smol.stream(question, view=view, max_tokens=24)
+    stream = engine.stream(question, view=view, max_tokens=24)
     pieces = list(stream)
     assert "".join(pieces) == stream.generation.text
     assert len(pieces) > 3
-    assert stream.generation.token_ids == smol.generate(question, view=view, max_tokens=24).token_ids
+    assert stream.generation.token_ids == engine.generate(question, view=view, max_tokens=24).token_ids
 
 
 @pytest.mark.parametrize("length", [1, 3, 5])
-def test_stop_strings_span_tokens(smol, asked, length):
+def test_stop_strings_span_tokens(engine, asked, length):
     question, view = asked
-    whole = smol.generate(question, view=view, max_tokens=24).text
+    whole = engine.generate(question, view=view, max_tokens=24).text
     stop = whole[7 : 7 + length]
-    answer = smol.generate(question, view=view, max_tokens=24, stop=[stop, "never said"])
+    answer = engine.generate(question, view=view, max_tokens=24, stop=[stop, "never said"])
     assert answer.text == whole[: whole.index(stop)]
     assert answer.finish_reason == "stop"
-    assert "".join(smol.stream(question, view=view, max_tokens=24, stop=[stop])) == answer.text
+    assert "".join(engine.stream(question, view=view, max_tokens=24, stop=[stop])) == answer.text
 
 
-def test_sampling_repeats_with_its_seed(smol):
+def test_sampling_repeats_with_its_seed(engine):
     how = {"temperature": 1.2, "top_p": 0.95, "top_k": 80, "repetition_penalty": 1.1, "max_tokens": 12}
-    answers = {smol.generate("Name a colour.", seed=seed, **how).token_ids for seed in (1, 1, 2, 3)}
+    answers = {engine.generate("Name a colour.", seed=seed, **how).token_ids for seed in (1, 1, 2, 3)}
     assert len(answers) == 3
-    assert smol.generate("Name a colour.", temperature=0.01, seed=5, max_tokens=6).token_ids == (
-        smol.generate("Name a colour.", max_tokens=6).token_ids
+    assert engine.generate("Name a colour.", temperature=0.01, seed=5, max_tokens=6).token_ids == (
+        engine.generate("Name a colour.", max_tokens=6).token_ids
     )
 
 
@@ -204,16 +210,16 @@ async def test_cancelling_the_task_stops_the_generation(smol):
     await asyncio.to_thread(until, lambda: all(node.users == 0 for node in list(smol.engine.tree._age)))
 
 
-def test_threads_get_the_answers_of_one(smol, store):
+def test_threads_get_the_answers_of_one(engine, store):
     facts = [f"The bell of tower {n} weighs {n * 7} stones." for n in range(4)]
-    handles = [store.put(smol.build_pack(fact, namespace="veyl")) for fact in facts]
+    handles = [store.put(engine.build_pack(fact, namespace="veyl")) for fact in facts]
     questions = [f"{handle}\n\nHow heavy is the bell?" for handle in handles]
     view = store.view("veyl")
-    alone = [smol.generate(question, view=view, max_tokens=8, reuse=False).token_ids for question in questions]
+    alone = [engine.generate(question, view=view, max_tokens=8, reuse=False).token_ids for question in questions]
     found = {}
 
     def ask(index):
-        found[index] = smol.generate(questions[index % 4], view=view, max_tokens=8).token_ids
+        found[index] = engine.generate(questions[index % 4], view=view, max_tokens=8).token_ids
 
     threads = [threading.Thread(target=ask, args=(index,)) for index in range(8)]
     for thread in threads:
@@ -239,7 +245,7 @@ def test_batches_change_no_bit(dtype, monkeypatch):
         assert pack.kv.equal(alone.kv)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_batches_of_the_real_model_change_no_bit(request, dtype):
     engine = request.getfixturevalue("smol" if dtype == "float32" else "smol_bf16")
     texts = [f"Bell number {n} weighs {n + 3} stones and rings." for n in range(10, 34)]
@@ -249,42 +255,43 @@ def test_batches_of_the_real_model_change_no_bit(request, dtype):
         assert pack.kv.equal(engine.build_pack(text).kv)
 
 
-def test_lazy_packs_are_computed_on_first_use(smol, store):
-    lazy = smol.build_pack(FACT, namespace="lazy", lazy=True)
-    full = smol.build_pack(FACT, namespace="lazy")
+def test_lazy_packs_are_computed_on_first_use(engine, store):
+    lazy = engine.build_pack(FACT, namespace="lazy", lazy=True)
+    full = engine.build_pack(FACT, namespace="lazy")
     assert lazy.is_lazy
     assert lazy.nbytes == 0
     assert (lazy.token_ids, lazy.prefix) == (full.token_ids, full.prefix)
-    smol.clear_cache()
+    engine.clear_cache()
     handle = store.put(lazy)
-    answer = smol.generate(f"{handle}{ASK}", view=store.view("lazy"), max_tokens=6)
-    assert answer.token_ids == smol.generate(FACT + ASK, max_tokens=6, reuse=False).token_ids
+    answer = engine.generate(f"{handle}{ASK}", view=store.view("lazy"), max_tokens=6)
+    assert answer.token_ids == engine.generate(FACT + ASK, max_tokens=6, reuse=False).token_ids
 
 
-def test_packs_of_another_model_are_refused_or_rebuilt(smol, store, caplog):
+def test_packs_of_another_model_are_refused_or_rebuilt(engine, store, caplog):
     foreign = tiny_engine().build_pack(FACT, namespace="veyl")
     handle = store.put(foreign)
     question, view = f"{handle}{ASK}", store.view("veyl")
     with pytest.raises(FingerprintMismatchError, match="weights: pack has") as caught:
-        smol.generate(question, view=view)
+        engine.generate(question, view=view)
     assert {"weights", "config", "tokenizer", "chat_template"} <= set(caught.value.differences)
     with pytest.raises(FingerprintMismatchError):
-        smol.generate("Who?", packs=[foreign])
-    rebuilt = smol.generate(question, view=view, mismatch="rebuild", max_tokens=8)
+        engine.generate("Who?", packs=[foreign])
+    rebuilt = engine.generate(question, view=view, mismatch="rebuild", max_tokens=8)
     assert "another model" in caplog.text
-    assert rebuilt.token_ids == smol.generate(FACT + ASK, reuse=False, max_tokens=8).token_ids
+    assert rebuilt.token_ids == engine.generate(FACT + ASK, reuse=False, max_tokens=8).token_ids
 
 
-def test_dtypes_do_not_mix(smol, smol_bf16):
-    differences = smol_bf16.build_pack(FACT).fingerprint.diff(smol.fingerprint)
+def test_dtypes_do_not_mix():
+    engine, rounded = tiny_engine(), tiny_engine(dtype=torch.bfloat16)
+    differences = rounded.build_pack(FACT).fingerprint.diff(engine.fingerprint)
     assert differences["dtype"] == ("bfloat16", "float32")
     with pytest.raises(FingerprintMismatchError, match="dtype: pack has bfloat16, model has float32"):
-        smol.pin(smol_bf16.build_pack(FACT))
+        engine.pin(rounded.build_pack(FACT))
 
 
-def test_explicit_handles_must_resolve(smol, store):
+def test_explicit_handles_must_resolve(engine, store):
     with pytest.raises(PackNotFoundError, match="does not resolve"):
-        smol.generate("Who?", packs=[f"kp:veyl/{'a' * 21}"], view=store.view("veyl"))
+        engine.generate("Who?", packs=[f"kp:veyl/{'a' * 21}"], view=store.view("veyl"))
 
 
 def test_pinned_packs_survive_pressure(store):
@@ -371,10 +378,10 @@ def test_loads_a_folder_and_an_object_alike(tmp_path):
     assert set(other.fingerprint.diff(given.fingerprint)) == {"weights"}
 
 
-def test_what_the_model_says_holds_no_handles(smol):
+def test_what_the_model_says_holds_no_handles(engine):
     said = f"See kp:veyl/{'a' * 21} and kp:x, kept."
     text = VisibleText()
-    pieces = [text.push(smol.tokenizer.decode(token)) for token in smol.tokenizer(said)["input_ids"]]
+    pieces = [text.push(engine.tokenizer.decode(token)) for token in engine.tokenizer(said)["input_ids"]]
     pieces.append(text.flush())
     assert "".join(pieces) == "See  and kp:x, kept."
 

@@ -17,24 +17,24 @@ MESSAGES = [
 ]
 
 
-def step(*arguments: str) -> dict:
-    command = [sys.executable, "-m", "tests.core.engines.test_restart", *arguments]
+def step(*arguments: object) -> dict:
+    command = [sys.executable, "-m", "tests.core.engines.test_restart", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=True)  # noqa: S603
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-@pytest.mark.slow  # Loads the real model twice; `test_keeping.py` does the same in one process with a tiny one.
-def test_an_agent_of_ten_searches_goes_on_in_another_process(tmp_path):
+@pytest.mark.slow  # `test_keeping.py` does the same in one process.
+def test_an_agent_of_ten_searches_goes_on_in_another_process(thin_or_bundled, tmp_path):
     """It reads all knowledge from the store, computes none of it, and sees what a cold run would compute."""
     messages = tmp_path / "messages.json"
     messages.write_text(json.dumps(MESSAGES), encoding="utf-8")
-    before = step(str(tmp_path / "store"), str(messages), "search")
+    before = step(thin_or_bundled, tmp_path / "store", messages, "search")
     assert before["pack_tokens"] > 250
-    after = step(str(tmp_path / "store"), str(messages), "go on")
+    after = step(thin_or_bundled, tmp_path / "store", messages, "go on")
     assert after["reused_tokens"] >= after["pack_tokens"] == before["pack_tokens"]
     assert after["computed_tokens"] <= after["prompt_tokens"]
     assert after["same"]
-    again = step(str(tmp_path / "store"), str(messages), "replay")
+    again = step(thin_or_bundled, tmp_path / "store", messages, "replay")
     assert len(again["steps"]) == len({logits for _, logits in again["steps"]}) == 10
     assert again["steps"] == before["steps"]
 
@@ -80,9 +80,9 @@ def gone_on(engine, store, messages: list) -> dict:
 
 
 if __name__ == "__main__":
-    place, path, mode = sys.argv[1:]
+    model, place, path, mode = sys.argv[1:]
     asked = json.loads(Path(path).read_text(encoding="utf-8"))
     act = {"search": searched, "go on": gone_on, "replay": replayed}[mode]
-    cost = act(load_engine(dtype="bfloat16", device="cpu"), PackStore(place), asked)
+    cost = act(load_engine(model, dtype="bfloat16", device="cpu"), PackStore(place), asked)
     Path(path).write_text(json.dumps(asked), encoding="utf-8")
     sys.stdout.write(json.dumps(cost) + "\n")

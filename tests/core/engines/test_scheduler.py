@@ -33,8 +33,19 @@ def behind(engine, prefix, own):
     return buffer
 
 
-@architectures
-@pytest.mark.parametrize("shared", [2 * TILE + 9, TILE + 200, 40])
+def lengths(architecture, shared):
+    """Every length on one architecture and one length on each, with every change; all of both nightly."""
+    with_every_change = {("llama", each) for each in LENGTHS} | {("gpt_neox", LENGTHS[1]), ("qwen3_moe", LENGTHS[2])}
+    marks = () if (architecture, shared) in with_every_change else pytest.mark.nightly
+    return pytest.param(architecture, shared, marks=marks)
+
+
+LENGTHS = (2 * TILE + 9, TILE + 200, 40)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shared"), [lengths(*pair) for pair in itertools.product(ARCHITECTURES, LENGTHS)]
+)
 def test_rows_are_what_each_is_alone(architecture, shared):
     """Also where rows cross the edge of a tile at different steps."""
     engine = tiny_engine(architecture, chunk_tokens=1024).engine

@@ -211,7 +211,7 @@ def resident():
 
 
 @pytest.mark.timeout(SECONDS * 2 + 300)
-@pytest.mark.parametrize("seconds", [3, pytest.param(SECONDS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [2, pytest.param(SECONDS, marks=pytest.mark.slow)])
 def test_soak(seconds, tmp_path, caplog):
     caplog.set_level(logging.CRITICAL, logger="kp_core")  # pytest keeps what is logged: handles that stay text.
     world = World(tmp_path, 80 if seconds >= 60 else 12)

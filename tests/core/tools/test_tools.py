@@ -185,18 +185,18 @@ def test_a_schema_that_cannot_be_enforced_is_named_before_any_compute(schema):
         tiny_engine().stream("Hi", response_schema={"type": "object", "properties": {"a": schema}})
 
 
-def test_templates_without_tools_list_them_in_the_system_message(smol):
+def test_templates_without_tools_list_them_in_the_system_message(thin):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    text = smol.template.text(smol.template.render(messages, shape=AnswerShape.of([WEATHER])))
+    text = thin.template.text(thin.template.render(messages, shape=AnswerShape.of([WEATHER])))
     assert text.startswith("<|im_start|>system\nBe brief.\n\nYou can call tools.")
     assert '{"name": "weather", "description": "The weather of a city."' in text
 
 
-def test_tools_behind_memory_leave_packs_their_tokens(smol):
-    packs = [smol.build_pack(f"Island {n} lies {n} miles from Veyl.", compiled_for="system") for n in (1, 2)]
-    smol.clear_cache()
+def test_tools_behind_memory_leave_packs_their_tokens(thin):
+    packs = [thin.build_pack(f"Island {n} lies {n} miles from Veyl.", compiled_for="system") for n in (1, 2)]
+    thin.clear_cache()
     for count in (1, 2):
-        usage = smol.prefill("Which island?", packs=packs[:count], tools=[WEATHER]).usage
+        usage = thin.prefill("Which island?", packs=packs[:count], tools=[WEATHER]).usage
         assert usage.pack_tokens == sum(len(pack.token_ids) for pack in packs[:count])
         assert usage.computed_tokens <= usage.prompt_tokens + (len(packs[1].token_ids) if count == 2 else 0)
 
@@ -218,16 +218,23 @@ def test_random_models_answer_random_schemas_with_valid_json(seed):
         valid_answer(engine, random_schema(rng), forced_call=number % 2 == 0, room=400)
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2, 3))])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_real_tokens_answer_random_schemas_with_valid_json(seed, thin):
+    valid_answer(thin, random_schema(random.Random(100 + seed)), forced_call=seed % 2 == 0, room=160)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(1, marks=pytest.mark.slow), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (0, 2, 3))],
+)
 def test_the_real_model_answers_random_schemas_with_valid_json(seed, smol):
-    rng = random.Random(100 + seed)
-    valid_answer(smol, random_schema(rng), forced_call=seed % 2 == 0, room=160)
+    valid_answer(smol, random_schema(random.Random(100 + seed)), forced_call=seed % 2 == 0, room=160)
 
 
-def test_sampling_at_high_temperature_stays_valid(smol):
+def test_sampling_at_high_temperature_stays_valid(thin):
     schema = WEATHER["function"]["parameters"]
     for seed in range(3):
-        answer = smol.generate("Paris", response_schema=schema, temperature=2.0, seed=seed, max_tokens=40)
+        answer = thin.generate("Paris", response_schema=schema, temperature=2.0, seed=seed, max_tokens=40)
         jsonschema.validate(json.loads(answer.text), schema)
 
 
@@ -259,15 +266,15 @@ def test_tools_on_show_are_not_called(smol):
     assert "<tool_call>" not in answer.text
 
 
-def test_room_too_small_for_the_schema_is_named(smol):
+def test_room_too_small_for_the_schema_is_named(thin):
     with pytest.raises(SamplingError, match="takes about"):
-        smol.generate("Hi", tools=[WEATHER], tool_choice="any", max_tokens=5)
+        thin.generate("Hi", tools=[WEATHER], tool_choice="any", max_tokens=5)
 
 
-def test_a_call_in_the_history_is_written_as_the_model_would(smol):
+def test_a_call_in_the_history_is_written_as_the_model_would(thin):
     call = {"type": "function", "function": {"name": "clock", "arguments": {}}}
     messages = [{"role": "user", "content": "Time?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    text = smol.template.text(smol.template.render(messages, add_generation_prompt=False))
+    text = thin.template.text(thin.template.render(messages, add_generation_prompt=False))
     assert '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>' in text
 
 
