@@ -6,9 +6,11 @@ import json
 import logging
 import re
 import threading
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import TypeAlias
 
 import torch
@@ -129,7 +131,7 @@ class Selector:
         chain, rest, known = [max(range(len(packs)), key=asked.__getitem__)], list(range(len(packs))), query
         while len(chain) < min(most, len(packs)):
             rest.remove(chain[-1])
-            sentence = self._sentence(packs[chain[-1]].pack, seen[chain[-1]])
+            sentence = self._sentence(packs[chain[-1]].pack, seen[chain[-1]], known)
             if not (words := _new_words(sentence, known)):
                 break
             looks = self._weights([packs[at] for at in rest], words, view)
@@ -145,11 +147,16 @@ class Selector:
         named = sorted(set(range(len(packs))) - set(chain), key=asked.__getitem__, reverse=True)[: most - len(chain)]
         return [at for at in reversed(named) if asked[at] >= _NAMED * asked[chain[0]]] + chain
 
-    def _sentence(self, pack: KnowledgePack, weights: Tensor) -> str:
-        """The sentence of a pack with most of the attention; `weights` are those of its tokens, `(heads, tokens)`."""
-        at = len(self._decode(pack.token_ids[: int(weights.sum(dim=0).argmax())])) + 1
-        begins = max((end.end() for end in _ENDS.finditer(pack.text, 0, at)), default=0)
-        return _ENDS.split(pack.text[begins:], maxsplit=1)[0][:_QUERY_CHARACTERS]
+    def _sentence(self, pack: KnowledgePack, weights: Tensor, known: str) -> str:
+        """The sentence of a pack with most attention (`weights`, `(heads, tokens)`) and most words of `known`."""
+        sentences, stops = _ENDS.split(pack.text), [end.end() for end in _ENDS.finditer(pack.text)]
+        # Where each token ends, about: a token alone may be decoded to fewer or more characters.
+        sizes = list(accumulate(len(self._decode([token])) for token in pack.token_ids))
+        shares, words = [0.0] * len(sentences), _lower_words(known)
+        for size, weight in zip(sizes, weights.sum(dim=0).tolist(), strict=True):
+            shares[bisect_left(stops, size * len(pack.text) / max(1, sizes[-1]))] += weight
+        ranks = [share * (1 + len(words & _lower_words(text))) for share, text in zip(shares, sentences, strict=True)]
+        return sentences[ranks.index(max(ranks))][:_QUERY_CHARACTERS]
 
     def _weights(self, packs: Sequence[PackRef], query: str, view: PackView | None) -> list[Tensor] | None:
         """How much the retrieval heads attend to the tokens of each pack, `(heads, tokens)` each."""
@@ -260,7 +267,11 @@ def _most(weights: Tensor) -> float:
     return float(weights.amax(dim=-1).mean())
 
 
+def _lower_words(text: str) -> set[str]:
+    return {word.lower() for word in _WORDS.findall(text)}
+
+
 def _new_words(sentence: str, known: str) -> str:
     """The words of `sentence` that `known` does not have, in their order."""
-    old = {word.lower() for word in _WORDS.findall(known)}
+    old = _lower_words(known)
     return " ".join(word for word in _WORDS.findall(sentence) if word.lower() not in old)

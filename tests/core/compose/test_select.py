@@ -1,5 +1,6 @@
 """Packs that are selected: the right ones, answered from exactly as their text is."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -201,8 +202,17 @@ def test_a_pack_that_nothing_speaks_for_is_not_read(towns):
     engine, options, handles = towns
     answer = engine.generate(ask(handles, TOWNS[3]), composer="select:packs=5", **options)
     assert [str(handle) for handle in answer.packs] == [handles[3]]
-    two = engine.generate(ask(handles[2:4], TOWNS[3]), composer="select", **options)
-    assert [str(handle) for handle in two.packs] == [handles[3]]
+    few = engine.generate(ask([handles[0], *handles[2:4]], TOWNS[3]), composer="select:packs=3", **options)
+    assert [str(handle) for handle in few.packs] == [handles[3]]
+
+
+def test_of_two_sentences_that_name_it_the_one_that_is_asked_for_is_found(anywhere):
+    engine, _, _ = anywhere
+    pack = engine.build_pack("The mayor of Calder Bridge is Ida Marsh. The market of Calder Bridge is held on Monday.")
+    weights = torch.ones(4, len(pack.token_ids))
+    for asked, found in (("Who is the mayor of Calder Bridge?", 0), ("When is the market of Calder Bridge held?", 1)):
+        sentence = engine._planner._selector._sentence(pack, weights, asked)
+        assert sentence == re.split(r"(?<=\.) ", pack.text)[found]
 
 
 def test_words_that_are_known_are_not_looked_up():
@@ -217,7 +227,7 @@ def test_the_sentence_with_most_attention(anywhere):
     for at in range(len(ids)):
         weights = torch.zeros(2, len(ids))
         weights[1, at] = 1
-        sentences.add(engine._planner._selector._sentence(pack, weights))
+        sentences.add(engine._planner._selector._sentence(pack, weights, ""))
     assert sentences == {"It is old.", "Port Ambrose has a pier!", "Nothing more is known"}
 
 
