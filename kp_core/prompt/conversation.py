@@ -76,13 +76,6 @@ class Turn:
         """Return the turn with other content."""
         return replace(self, segments=tuple(segment for segment in segments if segment != ""))
 
-    def to_message(self, content: str, escape: Callable[[str], str]) -> dict[str, Any]:
-        """Return the message for the template: with `content`, and every other string passed through `escape`."""
-        message: dict[str, Any] = {"role": self.role, "content": content, **map_strings(dict(self.extra), escape)}
-        if self.tool_calls:
-            message["tool_calls"] = map_strings(list(self.tool_calls), escape)
-        return message
-
 
 def to_turns(messages: Sequence[Message], view: PackView | None) -> tuple[Turn, ...]:
     """Resolve the handles in `messages`; raises `PromptError` for an empty conversation or an unknown role."""

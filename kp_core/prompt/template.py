@@ -261,7 +261,11 @@ class ChatTemplate:
         # Guards are inserted before signs, so that a pack's trailing blanks are found directly behind its last sign.
         is_answer = turn.role == "assistant"
         guards = [(at, self._encoder.guard) for at in self._encoder.guards(turn.content, own=is_answer)]
-        return turn.to_message(insert(turn.content, (*guards, *signs)), self._encoder.escape)
+        content, escape = insert(turn.content, (*guards, *signs)), self._encoder.escape
+        message: dict[str, Any] = {"role": turn.role, "content": content, **map_strings(dict(turn.extra), escape)}
+        if turn.tool_calls:
+            message["tool_calls"] = map_strings(list(turn.tool_calls), escape)
+        return message
 
     def _guarded(
         self, messages: list[dict[str, Any]], options: Mapping[str, Any]
