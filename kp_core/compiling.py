@@ -80,10 +80,10 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
             level = logging.WARNING if engine.template.carries_packs else logging.DEBUG
             logger.log(level, "The text %r of fact %s goes as text: %s", text, wanted[text].id, error)
 
-        provenances = [
-            provenance_of(fact, unit) | (_edits_of(outdated[space, text]) if (space, text) in outdated else {})
-            for text, fact in units.items()
-        ]
+        # A text that is compiled again keeps its edits.
+        edited = {text: pack for (of, text), pack in outdated.items() if of == space and pack.history}
+        edits = {text: replace(pack.edits, starts=()).written({}) for text, pack in edited.items()}
+        provenances = [provenance_of(fact, unit) | edits.get(text, {}) for text, fact in units.items()]
         built = engine.build_packs(
             list(units),
             namespace=space,
@@ -216,11 +216,6 @@ def provenance_of(fact: Fact, unit: Unit) -> dict[str, str]:
     fact_id = "" if unit != "fact" or fact.id == content_id(fact.text, fact.namespace) else fact.id
     fields = {"title": fact.title, "source": fact.source, "unit": unit, "facts": facts, "id": fact_id}
     return {name: value for name, value in fields.items() if value}
-
-
-def _edits_of(pack: KnowledgePack) -> dict[str, str]:
-    """Return the edits of a stored pack as provenance, for a text that is compiled again."""
-    return replace(pack.edits, starts=()).written({}) if pack.history else {}
 
 
 def open_facts(

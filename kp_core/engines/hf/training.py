@@ -69,10 +69,7 @@ _HELD = 8
 
 @dataclass(frozen=True)
 class PacketTraining:
-    """Settings of the training of soft tokens. All of them affect the result.
-
-    Raises `WrapperError` for a value out of range.
-    """
+    """Settings of the training of soft tokens. Raises `WrapperError` for a value out of range."""
 
     soft: int = 8
     """Tokens of the header, and of the trailer."""
@@ -123,10 +120,7 @@ class Sample:
 
 
 class Samples:
-    """Draws samples from documents, some of which are held out.
-
-    The number of a sample determines it, whatever was drawn before. Raises `WrapperError` for too few documents.
-    """
+    """Draws samples, each determined by its number, from documents; raises `WrapperError` for too few of them."""
 
     def __init__(self, session: Session, texts: Documents, settings: PacketTraining) -> None:
         self._session, self._settings = session, settings

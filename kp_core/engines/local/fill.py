@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kp_core.compose import Composer, PacketComposer, SpliceComposer
+from kp_core.compose import Composer, NaiveComposer, PacketComposer, SpliceComposer
 from kp_core.engines.local.scheduler import Decoding, let_go
 from kp_core.engines.local.tree import Path, PrefixTree
 from kp_core.errors import KVShapeError, PackNotFoundError
@@ -248,7 +248,9 @@ class Run:
             else:
                 if places:
                     self._among(places)
-                self._insert(region)
+                # The tree takes a lone pack that stays as it is without a copy.
+                kv = packs[0].kv if isinstance(composer, NaiveComposer) and len(packs) == 1 and not places else None
+                self._insert(region, kv and self._model.shape.placed(kv))
         if not composer.exact:
             self.approximate += sum(map(len, region.spans))
 

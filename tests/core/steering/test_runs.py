@@ -171,7 +171,8 @@ def test_the_code_of_the_page_runs(monkeypatch):
     names = {}
     for block in blocks:
         exec(compile(block, "steering.md", "exec"), names)  # noqa: S102 - our own page
-    assert names["pack"].steering == 0.7 * names["formal"]
+    assert names["chat"].steering == names["llm"].steering == (names["formal"], None)
+    assert names["engine"].build_pack("The sun is a star.").steer(names["formal"]).steering == 0.7 * names["formal"]
 
 
 def test_the_cookbook_tells_its_story(capsys, monkeypatch):
