@@ -7,8 +7,9 @@ import pytest
 
 from kp_core import TokenStream
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.testing import ARCHITECTURES, check_engine, tiny_tokenizer
+from kp_core.testing import check_engine, tiny_tokenizer
 from tests.conftest import tiny_engine
+from tests.matrix import architectures
 
 
 class Toy:
@@ -97,7 +98,7 @@ def test_an_engine_of_seven_members_passes():
     check_engine(Toy())
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@architectures
 def test_ours_passes(architecture):
     check_engine(tiny_engine(architecture))
 

@@ -23,6 +23,7 @@ from kp_core.engines.local.buffer import KVBuffer
 from kp_core.errors import FingerprintMismatchError, ModelChangedError, ModelError, UnsupportedModelError
 from kp_core.packs.fingerprint import NUMERICS
 from kp_core.testing import ARCHITECTURES, tiny_model, tiny_tokenizer
+from tests.matrix import architectures
 
 TEXT = "The bell of Veyl rings at nine."
 
@@ -55,7 +56,7 @@ def edit(path, **changes):
 # Identity
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@architectures
 def test_a_folder_its_engine_and_the_object_it_was_saved_from_are_one_model(architecture, tmp_path):
     model = tiny_model(architecture)
     save(tmp_path, model)

@@ -246,18 +246,21 @@ def test_a_forced_call_is_that_call(smol):
     assert (call.name, call.arguments["city"]) == ("weather", "Paris")
     assert answer.text == ""
     assert answer.finish_reason == "tool_calls"
-    stream = smol.stream("What time is it?", tools=[WEATHER, CLOCK], tool_choice="clock", max_tokens=48)
+
+
+def test_a_forced_call_is_streamed(thin):
+    stream = thin.stream("What time is it?", tools=[WEATHER, CLOCK], tool_choice="clock", max_tokens=48)
     pieces = [delta.tool_call for delta in stream.deltas()]
     assert pieces[0].name == "clock"
     assert "".join(piece.arguments for piece in pieces) == "{}"
 
 
-def test_several_calls_end_in_time(smol):
-    answer = smol.generate(
+def test_several_calls_end_in_time(thin):
+    answer = thin.generate(
         "Weather of Paris and Rome?", tools=[WEATHER], tool_choice="any", parallel_tool_calls=True, max_tokens=80
     )
     assert len(answer.tool_calls) >= 1
-    assert smol.tokenizer.decode(answer.token_ids).count("<tool_call>") == len(answer.tool_calls)
+    assert thin.tokenizer.decode(answer.token_ids).count("<tool_call>") == len(answer.tool_calls)
 
 
 def test_tools_on_show_are_not_called(smol):
