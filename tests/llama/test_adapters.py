@@ -54,7 +54,7 @@ class TestLangChain(TextModel):
 @pytest.mark.parametrize("check", CHECKS, ids=str)
 async def test_llama_index(check):
     def make():
-        return KnowledgePackLLM(engine=shared(), max_tokens=24)
+        return KnowledgePackLLM(engine=shared(), max_tokens=64)
 
     def revive(data):
         return KnowledgePackLLM.from_dict(data, engine=shared())
