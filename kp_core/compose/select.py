@@ -20,24 +20,29 @@ class SelectComposer(ExactComposer):
 
     - The sentence that was found may have words that the question does not have. If the heads find these in another
       pack, it is sent behind the first, and so on: such a chain ends beside the question.
-    - Packs with at least half as much attention as the first are sent before it, as the question may name them, too.
+    - Packs with at least half as much attention as the first are sent before it, as the question may name them, too;
+      and whatever their attention, until `least` packs are sent.
 
     The answer is that of the text of these packs, token for token; nothing of the others is in it, so questions about
     all packs (how many, summarise) need `exact`.
 
-    Raises `OptionError` for `packs` below 1.
+    Raises `OptionError` for `least` below 1 and for `packs` below `least`.
     """
 
     packs: int = 2
+    least: int = 1
 
     exact = False
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.packs, int | float) and self.packs >= 1 and float(self.packs).is_integer()):
-            raise OptionError(f"Got packs={self.packs!r}; expected the most packs to read, from 1 on.")
-        object.__setattr__(self, "packs", int(self.packs))
+        for name, bound in (("least", 1), ("packs", self.least)):
+            number = getattr(self, name)
+            if not (isinstance(number, int | float) and number >= bound and float(number).is_integer()):
+                what = "the most packs to read" if name == "packs" else "how many packs to read at least"
+                raise OptionError(f"Got {name}={number!r}; expected {what}, from {bound} on.")
+            object.__setattr__(self, name, int(number))
 
     @property
     def key(self) -> str:  # type: ignore[override]
-        """Method and number."""
-        return f"select:packs={self.packs}"
+        """Method and numbers."""
+        return f"select:packs={self.packs}" + (f",least={self.least}" if self.least > 1 else "")

@@ -177,9 +177,9 @@ class Calibration:
 
     def table(self) -> str:
         """The rows, one a line."""
-        lines = ["kind        packs tokens composer          right  text  kept   low  time/text"]
+        lines = ["kind        packs tokens composer               right  text  kept   low  ratio"]
         lines += [
-            f"{row.kind[:11]:11} {row.packs:5} {row.tokens:6} {row.composer[:17]:17} {row.right:5} "
+            f"{row.kind[:11]:11} {row.packs:5} {row.tokens:6} {row.composer[:22]:22} {row.right:5} "
             f"{row.text_right:5} {row.kept:5.2f} {row.low:5.2f} {row.ratio:6.2f}"
             for row in self.rows
         ]

@@ -107,7 +107,7 @@ class Selector:
                 self._chosen.move_to_end(key)
                 return known
         packs = tuple({pack.handle: pack for pack in group.packs}.values())
-        found = self._looked_up(packs, query, composer.packs, view)
+        found = self._looked_up(packs, query, composer, view)
         if found is None:
             logger.info("Packs %s cannot be compared; all of them are sent.", ", ".join(group.handles))
             return group.handles
@@ -118,8 +118,10 @@ class Selector:
                 self._chosen.popitem(last=False)
         return chosen
 
-    def _looked_up(self, packs: Sequence[PackRef], query: str, most: int, view: PackView | None) -> list[int] | None:
-        """The places of the packs to send, at most `most`, in this order; `None` if packs cannot be compared.
+    def _looked_up(
+        self, packs: Sequence[PackRef], query: str, composer: SelectComposer, view: PackView | None
+    ) -> list[int] | None:
+        """The places of the packs to send, in this order; `None` if packs cannot be compared.
 
         What was found may name what the question does not, and another pack may be about that. Such a chain ends beside
         the question. Packs that the question names nearly as much as the best one stand before it.
@@ -129,7 +131,7 @@ class Selector:
             return None
         asked = [_most(weights) for weights in seen]
         chain, rest, known = [max(range(len(packs)), key=asked.__getitem__)], list(range(len(packs))), query
-        while len(chain) < min(most, len(packs)):
+        while len(chain) < min(composer.packs, len(packs)):
             rest.remove(chain[-1])
             sentence = self._sentence(packs[chain[-1]].pack, seen[chain[-1]], known)
             if not (words := _new_words(sentence, known)):
@@ -144,8 +146,13 @@ class Selector:
             chain.append(best)
             seen[best] = seen[best] + looks[rest.index(best)]
             known = f"{known} {sentence}"
-        named = sorted(set(range(len(packs))) - set(chain), key=asked.__getitem__, reverse=True)[: most - len(chain)]
-        return [at for at in reversed(named) if asked[at] >= _NAMED * asked[chain[0]]] + chain
+        others = sorted(set(range(len(packs))) - set(chain), key=asked.__getitem__, reverse=True)
+        named = [
+            at
+            for number, at in enumerate(others[: composer.packs - len(chain)], len(chain) + 1)
+            if number <= composer.least or asked[at] >= _NAMED * asked[chain[0]]
+        ]
+        return named[::-1] + chain
 
     def _sentence(self, pack: KnowledgePack, weights: Tensor, known: str) -> str:
         """The sentence of a pack with most attention (`weights`, `(heads, tokens)`) and most words of `known`."""

@@ -215,6 +215,16 @@ def test_of_two_sentences_that_name_it_the_one_that_is_asked_for_is_found(anywhe
         assert sentence == re.split(r"(?<=\.) ", pack.text)[found]
 
 
+def test_at_least_so_many_packs_are_read(towns):
+    engine, options, handles = towns
+    answer = engine.generate(ask(handles, TOWNS[3]), composer="select:packs=3,least=2", **options)
+    first, last = map(str, answer.packs)
+    assert last == handles[3] != first
+    assert answer.usage.unread_packs == 3
+    everything = engine.generate(ask(handles, TOWNS[3]), composer="select:packs=9,least=9", **options)
+    assert len(everything.packs) == 5
+
+
 def test_words_that_are_known_are_not_looked_up():
     assert _new_words("The mayor of Bristead is Ansel O'Hara.", "Who is the MAYOR of Bristead?") == "Ansel O'Hara"
     assert not _new_words("It is 4 m high.", "Is it 4 m high?")
@@ -232,7 +242,17 @@ def test_the_sentence_with_most_attention(anywhere):
 
 
 @pytest.mark.parametrize(
-    "name", ["select:packs=0", "select:packs=1.5", "select:packs=inf", "select:packs=many", "select:k=2"]
+    "name",
+    [
+        "select:packs=0",
+        "select:packs=1.5",
+        "select:packs=inf",
+        "select:packs=many",
+        "select:k=2",
+        "select:least=0",
+        "select:packs=2,least=3",
+        "select:least=many",
+    ],
 )
 def test_bad_parameters_are_refused(name):
     with pytest.raises(OptionError, match="Got"):
