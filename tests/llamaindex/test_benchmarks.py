@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks import conformance, llamaindex
+from kp_core import bundled_model
 from tests.core.test_benchmarks import data, run
 
 pytestmark = pytest.mark.slow
@@ -18,12 +19,13 @@ def test_llamaindex(thin_or_bundled, tmp_path, capsys):
     agent = figures["agent"]
     assert list(agent) == ["packs", "handles", "text", "text, no cache"]
     sent = {name: [step["prompt_tokens"] for step in steps] for name, steps in agent.items()}
-    assert sent["packs"][1] == sent["packs"][2]
+    # The latest call is in the prompt, and a random model's words for it differ by some tokens.
+    assert sent["packs"][2] - sent["packs"][1] <= (0 if thin_or_bundled == str(bundled_model()) else 10)
     assert sent["handles"][1] < sent["handles"][2] < sent["text"][2]
     assert sent["text"] == sent["text, no cache"]
     assert [step["computed_tokens"] for step in agent["text, no cache"]] == sent["text"]
     assert agent["packs"][2]["computed_tokens"] < sent["packs"][2] + agent["packs"][2]["pack_tokens"]
-    assert "from step 2 on: 1.000" in capsys.readouterr().out
+    assert "Packs, longest over shortest prompt from step 2 on: 1.0" in capsys.readouterr().out
 
 
 def test_conformance(thin_or_bundled, tmp_path, capsys):
