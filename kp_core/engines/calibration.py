@@ -238,19 +238,21 @@ class Calibrations:
         Exact composition if there is none. `packs` stand side by side, the longest of `tokens` tokens.
         """
         wanted = auto or AutoComposer()
-        best: tuple[float, str, CalibrationRow] | None = None
+        best: tuple[tuple[int, float], str, CalibrationRow] | None = None
         for name in dict.fromkeys(row.composer for row in calibration.rows):
             needed = "attention" if isinstance(composer_of(name), SelectComposer) else "compose"
             rows = calibration.rows_of(name, packs, tokens) if needed in self._supports else []
             if rows and all(row.kept >= wanted.kept and row.low >= wanted.low for row in rows):
                 ratio, worst = statistics.mean(row.ratio for row in rows), min(rows, key=lambda row: row.low)
-                if ratio < 1 and (best is None or ratio < best[0]):
-                    best = ratio, name, worst
+                # Times over another number of packs cannot be compared; the nearest number comes first.
+                rank = max(row.packs for row in rows), ratio
+                if ratio < 1 and (best is None or rank < best[0]):
+                    best = rank, name, worst
         if best is None:
             return Choice(
                 ExactComposer(), f"no other keeps {wanted.kept:.0%} of the right answers over {packs} such packs"
             )
-        ratio, name, worst = best
+        (_, ratio), name, worst = best
         return Choice(
             composer_of(name),
             f"it has {worst.kept:.0%} of the text's right answers (at least {worst.low:.0%}; {worst.questions} "

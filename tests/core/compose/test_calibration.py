@@ -87,6 +87,7 @@ def test_auto_is_exact_where_nothing_says_otherwise(isles):
     assert taken(GOOD, replace(GOOD, kind="two facts")).startswith("splice")
     assert taken(replace(GOOD, packs=9, lost=30), GOOD).startswith("splice")  # The nearest size that covers it counts.
     assert taken(GOOD, replace(GOOD, composer="naive", ratio=0.1)).startswith("naive")
+    assert taken(GOOD, replace(GOOD, composer="naive", packs=9, ratio=0.1)).startswith("splice")  # Of other questions.
     assert taken(GOOD, prompt=asked.split("\n\n")[0]) == "exact, because no packs stand side by side"
 
 
