@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -14,18 +13,19 @@ __all__ = ["bar_of"]
 _LINE_EVERY_S = 5.0
 
 
-def _lines() -> Any:  # noqa: ANN401
+class _Lines:
     """A file for tqdm without a terminal: writes each state on its own line."""
-    last = ""
 
-    def write(text: str) -> None:
-        nonlocal last
+    _last = ""
+
+    def write(self, text: str) -> None:
         line = text.strip("\r\n ")
-        if line and line != last:
+        if line and line != self._last:
             sys.stderr.write(f"{line}\n")
-        last = line or last
+        self._last = line or self._last
 
-    return SimpleNamespace(write=write, flush=sys.stderr.flush)
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def bar_of(  # noqa: PLR0913 - what a bar says
@@ -44,7 +44,7 @@ def bar_of(  # noqa: PLR0913 - what a bar says
         initial=done,
         unit=unit,
         unit_scale=unit == "B",
-        file=None if wide else _lines(),
+        file=None if wide else _Lines(),
         delay=1 if wide else interval,
         mininterval=interval,
         miniters=None if wide else 1,

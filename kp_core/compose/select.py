@@ -26,7 +26,7 @@ class SelectComposer(ExactComposer):
     The answer is that of the text of these packs, token for token; nothing of the others is in it, so questions about
     all packs (how many, summarise) need `exact`.
 
-    Raises `OptionError` for `least` below 1 and for `packs` below `least`.
+    Raises `OptionError` for numbers below 1, and for `least` above `packs`.
     """
 
     packs: int = 2
@@ -35,12 +35,13 @@ class SelectComposer(ExactComposer):
     exact = False
 
     def __post_init__(self) -> None:
-        for name, bound in (("least", 1), ("packs", self.least)):
+        for name, what in (("packs", "the most packs to read"), ("least", "how many packs to read at least")):
             number = getattr(self, name)
-            if not (isinstance(number, int | float) and number >= bound and float(number).is_integer()):
-                what = "the most packs to read" if name == "packs" else "how many packs to read at least"
-                raise OptionError(f"Got {name}={number!r}; expected {what}, from {bound} on.")
+            if not (isinstance(number, int | float) and number >= 1 and float(number).is_integer()):
+                raise OptionError(f"Got {name}={number!r}; expected {what}, from 1 on.")
             object.__setattr__(self, name, int(number))
+        if self.least > self.packs:
+            raise OptionError(f"Got least={self.least} above packs={self.packs}, the most to read; raise packs.")
 
     @property
     def key(self) -> str:  # type: ignore[override]

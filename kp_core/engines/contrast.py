@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,14 @@ from kp_core.steering.value import check_method
 __all__ = ["make_steering"]
 
 _ADVICE = "expected pairs of (positive, negative), each a text or a list of messages."
+
+
+class _Means(NamedTuple):
+    """Means over the positions of one side, per layer: keys and values, `(kv_heads, head_dim)`, and norms of values."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    norms: list[float]
 
 
 def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
@@ -52,28 +61,32 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
     check_method(method, keys=c_k is not None)
     prompts = [_prompts(template, pair, index, method) for index, pair in enumerate(pairs)]
     plans = [plan for pair in prompts for plan in _plans(wanted, *pair)]
-    means, norms, chosen = list[list[list[Tensor]]](), list[list[float]](), tuple[int, ...]()
-    for kv in bar_of("Reading pairs", len(plans), "side", engine.kv(plans), shown=progress):
-        chosen = chosen or resolve_layers(layers, kv.layers)
-        side_means, side_norms = _means(kv, method)
-        means.append(side_means)
-        norms.append(side_norms)
-    pairs_of_means = list(zip(means[::2], means[1::2], strict=True))
-    keys, values = (
-        {
+    means: list[_Means] = []
+    bar = bar_of("Reading pairs", len(plans), "side", engine.kv(plans), shown=progress)
+    chosen_layers: tuple[int, ...] = ()
+    for kv in bar:
+        chosen_layers = chosen_layers or resolve_layers(layers, kv.layers)
+        means.append(_means(kv, method))
+    side_means = list(zip(means[::2], means[1::2], strict=True))
+    deltas = {
+        name: {
             layer: torch.stack(
-                [positive[kind][layer] - negative[kind][layer] for positive, negative in pairs_of_means]
+                [getattr(positive, name)[layer] - getattr(negative, name)[layer] for positive, negative in side_means]
             ).mean(dim=0)
-            for layer in chosen
+            for layer in chosen_layers
         }
-        for kind in (0, 1)
-    )
-    scales = {layer: sum(side[layer] for side in norms) / len(norms) for layer in chosen}
+        for name in ("keys", "values")
+    }
+    scales = {
+        layer: sum(positive.norms[layer] + negative.norms[layer] for positive, negative in side_means)
+        / (2 * len(side_means))
+        for layer in chosen_layers
+    }
     steering = Steering(
-        values,
+        deltas["values"],
         engine.identity,
         method,
-        keys if method == "last_token" else {},
+        deltas["keys"] if method == "last_token" else {},
         scales,
         provenance={
             "made": f"{method} of {len(pairs)} pairs",
@@ -105,12 +118,14 @@ def _plans(wanted: Callable[[Prefix, Sequence[int]], Plan], positive: Prompt, ne
     return wanted(prefix, positive.token_ids[start:]), wanted(prefix, negative.token_ids[start:])
 
 
-def _means(kv: KVTensors, method: Method) -> tuple[list[list[Tensor]], list[float]]:
-    """Means over the positions of one side: keys and values of each layer, `(kv_heads, head_dim)`, and value norms."""
+def _means(kv: KVTensors, method: Method) -> _Means:
     if method == "last_token":
         at = max(kv.tokens - 2, 0)
         kv = kv.slice(at, at + 1)
     kv = kv.to("cpu")  # MPS has no float64.
-    # The norm of a token is over the values of all its heads.
-    norms = [float(value.double().square().sum(dim=(0, 2)).sqrt().mean()) for value in kv.values]
-    return [[tensor.double().mean(dim=1) for tensor in side] for side in (kv.keys, kv.values)], norms
+    return _Means(
+        [key.double().mean(dim=1) for key in kv.keys],
+        [value.double().mean(dim=1) for value in kv.values],
+        # The norm of a token is over the values of all its heads.
+        [float(value.double().square().sum(dim=(0, 2)).sqrt().mean()) for value in kv.values],
+    )

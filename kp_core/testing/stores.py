@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -202,11 +201,9 @@ def _check_search(store: FactStore, embedder: HashEmbedder) -> None:
         _same("`search` returns the `k` nearest facts that match, nearest first.", _ids(hits), expected)
         close = [abs(hit.score - scores[hit.fact.id]) < 1e-3 for hit in hits]
         holds("The score of a hit is its cosine with the question.", all(close))
-    reversing: Any = partial(lambda _question, hits: hits[::-1])
-    reversing.depth = 7
     _same(
         "`rerank` sorts the best `depth` hits, of which the first `k` are returned.",
-        _ids(store.search("q", 3, rerank=reversing)),
+        _ids(store.search("q", 3, rerank=_Reversing())),
         [fact.id for fact in nearest[:7]][::-1][:3],
     )
     for rule, call in {
@@ -262,6 +259,15 @@ def _check_banks(store: FactStore, _: HashEmbedder) -> None:
 
 def _ids(hits: Sequence[Hit]) -> list[str]:
     return [hit.fact.id for hit in hits]
+
+
+class _Reversing:
+    """A reranker that reverses seven hits."""
+
+    depth = 7
+
+    def __call__(self, question: str, hits: Sequence[Hit]) -> list[Hit]:  # noqa: ARG002
+        return list(hits)[::-1]
 
 
 def holds(rule: str, truth: bool) -> None:  # noqa: FBT001 - it is what an `assert` is given

@@ -229,7 +229,8 @@ def teach(model: CausalModel, sample: Sample, most: int) -> Taught:
 
 def divergence(model: CausalModel, taught: Taught, soft: Tensor) -> Tensor:
     """Mean KL per token of the answer, in nats; `soft` is header and trailer, `(2 * soft tokens, hidden)`."""
-    expected = taught[1].float().log_softmax(-1)
+    _, logits, _ = taught
+    expected = logits.float().log_softmax(-1)
     actual = student(model, taught, soft).float().log_softmax(-1)
     return (expected.exp() * (expected - actual)).sum(-1).mean()
 

@@ -262,3 +262,5 @@ def test_bad_parameters_are_refused(name):
 def test_the_error_says_which_parameter_is_wrong():
     with pytest.raises(OptionError, match=r"Got packs=0\.0; expected the most packs to read, from 1 on"):
         tiny_engine().generate("Hello.", composer="select:packs=0")
+    with pytest.raises(OptionError, match="Got least=3 above packs=2, the most to read; raise packs"):
+        tiny_engine().generate("Hello.", composer="select:least=3")
