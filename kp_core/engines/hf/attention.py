@@ -24,6 +24,7 @@ __all__ = [
     "NAME",
     "Sees",
     "attend",
+    "by_products",
     "grouped_rows",
     "joined",
     "keys_to_read",
@@ -45,9 +46,14 @@ _SMALL = 1 << 16
 _HALF, _STEP = TILE // 2, 32
 """Of a tile of which a row sees at most `_HALF` keys, only these are read, in steps of `_STEP` (`keys_to_read`)."""
 
+_ALIGNED = 16  # Elements.
+_GIVES_FLOAT32 = hasattr(torch.ops.aten.bmm, "dtype")  # Newer versions of torch give sums unrounded, on CUDA.
+
 _sdpa = nn.functional.scaled_dot_product_attention
 # No public function returns the log-sum-exps.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001
+_flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default  # noqa: SLF001
+_efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default  # noqa: SLF001
 
 
 class Sees(NamedTuple):
@@ -285,27 +291,85 @@ def _by_mask(  # noqa: PLR0913
     sees: Sees,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`attend` in one call with a mask, on an accelerator or with gradients. Rounding depends on the pass's shapes."""
+    """`attend` in one call, on an accelerator or with gradients. Rounding depends on the pass's shapes.
+
+    On CUDA it calls kernels by name: torch would prefer cuDNN's, which are planned anew, for half a second, for every
+    number of tokens and in every thread.
+    """
     stop, new = positions[-1] + 1, query.shape[2]
     key, value = key[:, :, :stop], value[:, :, :stop]
-    first = sees.first(positions[-1])
-    is_tail = positions[0] + new == stop
-    if sinks is None and is_tail and (new in (1, stop)) and sees.first(positions[0]) == 0 == first:
+    sees_all = positions[0] + new == stop and sees.first(positions[0]) == 0 == sees.first(positions[-1])
+    if sinks is None and sees_all and _takes_flash(query, key, value):
+        # Here, `is_causal` lets the last token see all keys, however many tokens are new.
+        flash: Tensor = _flash_cuda(query, key, value, 0.0, is_causal=True, scale=scale)[0]
+        return flash
+    if sinks is None and sees_all and new in (1, stop):
         return _sdpa(query, key, value, is_causal=new > 1, scale=scale, enable_gqa=True)
-    key_positions = torch.arange(stop, device=query.device)
-    query_positions = torch.tensor(list(positions), device=query.device)
-    visible = key_positions <= query_positions[:, None]
-    if sees.window:
-        visible &= key_positions >= torch.tensor([sees.first(at) for at in positions], device=query.device)[:, None]
-    heads = query.shape[1]
+    at = positions if isinstance(positions, range) else tuple(positions)
+    bias = _bias(at, sees, query.dtype, query.device, is_inference=torch.is_inference_mode_enabled())
+    heads, width = query.shape[1], query.shape[3]
+    if sinks is not None:
+        return by_products(query, key, value, bias, scale, sinks)
     # A mask together with `enable_gqa` falls back to a slow kernel.
     key, value = (side.repeat_interleave(heads // side.shape[1], dim=1) for side in (key, value))
+    if query.device.type != "cuda" or torch.is_grad_enabled() or width % 8 or value.shape[3] % 8:
+        return _sdpa(query, key, value, attn_mask=bias, scale=scale)
+    bias = bias.expand(1, heads, new, stop)
+    efficient: Tensor = _efficient_cuda(query, key, value, bias, compute_log_sumexp=False, scale=scale)[0]
+    return efficient
+
+
+def by_products(  # noqa: PLR0913 - the inputs of attention
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention of one sequence by two products, with an additive `bias` `(new, tokens)`, in one call for any lengths.
+
+    Shapes are as in `attend`. Keys that the bias hides must be finite.
+    """
+    _, heads, new, dim = query.shape
+    kv_heads, tokens = key.shape[1:3]
+    grouped, factor = query.reshape(kv_heads, -1, dim), dim**-0.5 if scale is None else scale
+    if query.dtype == torch.float32:
+        products = grouped @ key[0].mT
+    elif query.device.type == "cuda" and _GIVES_FLOAT32 and not torch.is_grad_enabled():
+        products = torch.bmm(grouped, key[0].mT, out_dtype=torch.float32)
+    else:
+        products = grouped.float() @ key[0].mT.float()
+    scores = torch.add(bias, products.view(kv_heads, -1, new, tokens), alpha=factor)
     if sinks is None:
-        return _sdpa(query, key, value, attn_mask=visible, scale=scale)
-    # A sink is one more key, with the sink as its score and a value of zero.
-    scores = (query @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale)).masked_fill(~visible, -torch.inf)
-    scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)], dim=-1)
-    return scores.softmax(dim=-1)[..., :-1].to(value.dtype) @ value
+        shares = scores.softmax(dim=-1)
+    else:  # A sink is one more key, with the sink as its score and a value of zero.
+        sink = sinks.to(scores.dtype).view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
+        shares = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+    output = shares.to(value.dtype).reshape(kv_heads, -1, tokens) @ value[0]
+    return output.reshape(1, heads, new, value.shape[3])
+
+
+def _takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    if query.device.type != "cuda" or torch.is_grad_enabled() or query.shape[3] % 8:
+        return False
+    return torch.backends.cuda.can_use_flash_attention(
+        torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, True)  # noqa: FBT003
+    )
+
+
+@lru_cache(2)  # All layers of a pass share them, and a model may have layers with windows and without.
+def _bias(
+    positions: range | tuple[int, ...], sees: Sees, dtype: torch.dtype, device: torch.device, *, is_inference: bool
+) -> Tensor:
+    """The additive mask of tokens at `positions` over all keys up to the last of them, `(new, tokens)`.
+
+    Tensors made in inference mode (`is_inference`) have no gradients. Rows are aligned as CUDA's kernels want them.
+    """
+    del is_inference
+    stop = positions[-1] + 1
+    room = -(-stop // _ALIGNED) * _ALIGNED
+    keys, rows = torch.arange(room, device=device), torch.tensor(list(positions), device=device)[:, None]
+    visible = keys <= rows
+    if sees.window:
+        visible &= keys >= torch.tensor([sees.first(at) for at in positions], device=device)[:, None]
+    bias = torch.zeros(len(positions), room, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
+    return bias[:, :stop]
 
 
 def _placed(  # noqa: PLR0913

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache, partial
 from inspect import signature
@@ -35,6 +36,8 @@ LOADING = ("attn_implementation", "device_map", "quantization_config", "revision
 """Further arguments of `load` for `from_pretrained`; `torch_dtype` is an older name of `dtype`."""
 
 # Errors for a damaged weight file, or one that pickles more than weights, which torch does not unpickle.
+_CHUNK = defaultdict(lambda: 1024, cuda=8192)
+"""Most tokens of a pass by device. On a GPU, a short pass takes as long as a longer one."""
 _UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, UnpicklingError, RuntimeError, LookupError, EOFError)
 
 
@@ -44,7 +47,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     tokenizer: Any = None,  # noqa: ANN401
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
     cache_bytes: int | None = None,
     host_cache_bytes: int | None = None,
     graphs: bool = True,
@@ -58,10 +61,11 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     SmolLM2-135M-Instruct. The default `device` is the best available (CUDA, MPS, CPU). The default `dtype` is bfloat16
     if the machine supports it; `"auto"` keeps that of the checkpoint. `cache_bytes` is the budget of all KV in memory
     (`default_cache_bytes`). On CUDA, what does not fit moves to `host_cache_bytes` of host memory, by default an eighth
-    of it. `chunk_tokens` is the most tokens of one forward pass, for which other requests wait. With `graphs`, decoding
-    on CUDA replays captured steps, where the model allows it. `template_options` go to the chat template. Code in a
-    checkpoint runs only with `trust_remote_code`. `loading` goes to `from_pretrained`: `device_map`,
-    `quantization_config`, `attn_implementation` (which the model then keeps), `revision`, `token`, `torch_dtype`.
+    of it. `chunk_tokens` is the most tokens of one forward pass, for which other requests wait: by default 8,192 on
+    CUDA, else 1,024. With `graphs`, short passes on CUDA are captured and replayed, where the model allows it.
+    `template_options` go to the chat template. Code in a checkpoint runs only with `trust_remote_code`. `loading` goes
+    to `from_pretrained`: `device_map`, `quantization_config`, `attn_implementation` (which the model then keeps),
+    `revision`, `token`, `torch_dtype`.
 
     Raises `OptionError` for unknown names, `ModelError` when loading fails, `UnsupportedModelError` for architectures
     that packs cannot serve, `TemplateError` without a chat template.
@@ -113,7 +117,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         check=check,
         cache_bytes=cache_bytes,
         host_cache_bytes=host_cache_bytes,
-        pass_tokens=chunk_tokens,
+        pass_tokens=_CHUNK[causal.shape.device.type] if chunk_tokens is None else chunk_tokens,
         renew=renew,
     )
     return Session(engine, name=name_of(model), template=template, probe=engine.seconds_per_token)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from kp_core.engines.hf.kinds import (
     positions_of,
     rope_parameters,
 )
-from kp_core.engines.hf.rows import Record, ReplayedRows, Rows, captured, run_ragged
+from kp_core.engines.hf.rows import Record, ReplayedRows, Rows, capturing, run_ragged
 from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.local.buffer import TILE, BufferPool, KVBuffer
 from kp_core.engines.local.model import Memory
@@ -46,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 _NO_ROWS = "its attention is its own, and is not told which tokens belong to which answer"
 _NARROW = PROBE - 3  # Tokens of a sliding window during a probe.
+_NARROWEST, _WIDEST = 32, 128
+"""Tokens of the recorded passes over a question: a power of two between these. Longer passes keep a GPU busy."""
+_MOST_TOGETHER = 32  # Groups of answers whose steps are kept. Each takes some megabytes.
 _APART = 37  # Distance of the two positions at which a key is computed to find its rotation.
 
 
@@ -53,7 +57,7 @@ class CausalModel:
     """Runs the forward passes of a Hugging Face causal LM over KV buffers.
 
     With `keep_attention`, the model keeps the attention it was loaded with, which rounds differently. With `graphs`,
-    decoding on CUDA replays captured steps, if a probe shows that this gives the same logits.
+    short passes on CUDA are captured and replayed, if a probe shows that this gives the same logits.
 
     Raises `UnsupportedModelError`, with the reason, for architectures that cannot continue from their cache.
     """
@@ -83,7 +87,9 @@ class CausalModel:
         """Whether its attention is tiled (`hf.attention`)."""
         self._pack_weights()
         self.record: Record | None = None
-        """Records steps of decoding, which are then replayed; `None` if each step is computed anew."""
+        """Records short passes, which are then replayed; `None` if each is computed anew."""
+        self._together: dict[tuple[int, ...], ReplayedRows] = {}
+        """Replayed steps of several answers, by the ids of their buffers. The least recently used are first."""
         self._engine = "local"
         if keep_attention:
             self._engine += f"/{self.config._attn_implementation}"  # noqa: SLF001 - transformers has no public name
@@ -95,7 +101,7 @@ class CausalModel:
         self.batches = is_tiled_here and "batch" not in self.kind.lacks and self._rows_agree()
         self.lacks: Mapping[str, str] = self._found_lacks()
         if graphs and self.device.type == "cuda" and self.batches:
-            self.use_replay(captured)
+            self.use_replay(capturing(self.device))
         let_go()  # Other threads may run the requests.
 
     def renew(self) -> None:
@@ -108,23 +114,46 @@ class CausalModel:
         self._packed = pack_weights(self.network, partial(self.forward, self._probe_ids(), buffer, logits=False))
 
     def use_replay(self, record: Record) -> None:
-        """Decode by replaying steps that `record` records, if that gives the same logits. Logs why not."""
+        """Replay passes that `record` records, if that gives the same logits: of decoding, and of short questions.
+
+        Logs why not.
+        """
         with self._narrowed():
-            buffers, expected = self._probe_rows()
             tokens = [int(token) for token in self._probe_ids()[0, -PROBE // 2 :]]
-            replayed = ReplayedRows(self.network, buffers, self.sees, record, **self._keep_last)
+            questions = [tokens[:count] for count in range(1, len(tokens))]
+            found: list[list[Tensor]] = []
             try:
-                steps = [replayed.step([token] * len(buffers)) for token in tokens]
+                for buffers, by in zip(self._probe_rows(), (record, None), strict=True):
+                    steps, asked = self._replays(buffers, 1, by), self._replays(buffers[:1], len(tokens), by)
+                    found.append([steps.step(buffers, [[token] for _ in buffers]) for token in tokens])
+                    found[-1] += [asked.step(buffers[:1], [question]) for question in questions]
+                    if by is not None and None in (steps.replay, asked.replay):
+                        return
             except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-                logger.warning("Steps of decoding are not recorded: %s", error)
+                logger.warning("Passes are not recorded: %s", error)
                 return
-            plain = [self._next([token], buffer) for token in tokens for buffer in expected]
-        if replayed.replay is None:
-            return
-        if self._agree(steps, plain):
+            buffers, _ = self._probe_rows()
+            plain = [self._next([token], buffer) for token in tokens for buffer in buffers]
+            plain += [self._next(question, buffers[0]) for question in questions]
+        replayed, computed = found
+        # The same kernels give the same numbers. Other kernels round differently.
+        if self._agree(replayed, computed, rounding=1e-3) and self._agree(computed, plain):
             self.record = record
         else:
-            logger.warning("Steps of decoding are not recorded: replayed, they give other logits.")
+            logger.warning("Passes are not recorded: replayed, they give other logits.")
+
+    def _replays(self, buffers: Sequence[KVBuffer], width: int, record: Record | None) -> ReplayedRows:
+        return ReplayedRows(self.network, buffers, self.sees, record, width, **self._keep_last)
+
+    def _replayed(self, buffer: KVBuffer, tokens: int) -> ReplayedRows | None:
+        """What replays passes over `tokens` new tokens of `buffer`, if they are recorded. The buffer keeps it."""
+        if self.record is None or tokens > _WIDEST:
+            return None
+        width = 1 if tokens == 1 else max(_NARROWEST, 1 << (tokens - 1).bit_length())
+        kept = buffer.recorded.get(width)
+        if not isinstance(kept, ReplayedRows):
+            kept = buffer.recorded[width] = self._replays([buffer], width, self.record)
+        return kept
 
     def _probe_rows(self) -> tuple[list[KVBuffer], list[KVBuffer]]:
         """Two buffers with other numbers of tokens, twice."""
@@ -177,12 +206,14 @@ class CausalModel:
         if not logits:
             self._run(self.network.base_model, ids, buffer)
             return None
+        if replayed := self._replayed(buffer, ids.shape[1]):
+            return replayed.step([buffer], ids.tolist())
         last_logits: Tensor = self._run(self.network, ids, buffer, **self._keep_last).logits[:, -1]
         return last_logits.clone()
 
     def _next(self, ids: Sequence[int], buffer: KVBuffer) -> Tensor:
         """The logits of `forward`, for probes."""
-        logits = self.forward(torch.tensor([ids], device=self.device), buffer)
+        logits = self.forward(torch.tensor([ids]), buffer)
         if logits is None:
             raise AssertionError("logits were asked for")
         return logits
@@ -199,9 +230,9 @@ class CausalModel:
         cache = cache_of(buffer, self.kind.windows, in_tiles=self.attends)
         arguments: dict[str, Any] = {self._takes_cache: cache, **self._attention(range(start, stop), buffer), **options}
         if self._takes_positions:
-            arguments["position_ids"] = torch.arange(start, stop, device=ids.device).expand(ids.shape)
+            arguments["position_ids"] = torch.arange(start, stop, device=self.device).expand(ids.shape)
         with buffer.passing():
-            output = network(input_ids=ids, use_cache=True, **arguments)
+            output = network(input_ids=ids.to(self.device), use_cache=True, **arguments)
         buffer.passed(stop)
         return output
 
@@ -225,8 +256,30 @@ class CausalModel:
     def rows(self, buffers: Sequence[KVBuffer], memory: Memory | None = None) -> Callable[[Sequence[int]], Tensor]:
         """See `Model.rows`. With a `memory` that an earlier function used, that one must not be called again."""
         if self.record is not None:
-            return ReplayedRows(self.network, buffers, self.sees, self.record, **self._keep_last).step
+            return self._replayed_rows(buffers, self.record)
         return Rows(self.network, buffers, self.sees, memory, **self._keep_last).step
+
+    def _replayed_rows(self, buffers: Sequence[KVBuffer], record: Record) -> Callable[[Sequence[int]], Tensor]:
+        # Later answers get the same buffers in another order.
+        order = sorted(range(len(buffers)), key=lambda at: id(buffers[at]))
+        ordered, places = [buffers[at] for at in order], [order.index(at) for at in range(len(order))]
+        names = tuple(map(id, ordered))
+        replayed = self._replayed(buffers[0], 1) if len(buffers) == 1 else self._together.pop(names, None)
+        if replayed is None:
+            replayed = self._replays(ordered, 1, record)
+            for buffer in ordered:
+                finalize(buffer, self._forget, id(buffer))
+        if len(buffers) > 1:
+            self._together[names] = replayed
+        for oldest in [*self._together][:-_MOST_TOGETHER]:
+            del self._together[oldest]
+        return lambda tokens: replayed.step(ordered, [[tokens[at]] for at in order])[places]
+
+    def _forget(self, buffer: int) -> None:
+        """Drop what is recorded over a buffer, by its id, when the buffer is freed."""
+        for names in [*self._together]:
+            if buffer in names:
+                self._together.pop(names, None)
 
     def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
         """See `Model.ragged`."""
@@ -369,7 +422,7 @@ class CausalModel:
                 self.network.set_attn_implementation(attention.NAME)
                 self.attends = True
                 tiled_logits = self._probe_logits()
-            except (ValueError, TypeError, RuntimeError) as error:
+            except (ValueError, TypeError, RuntimeError, LookupError) as error:
                 logger.info("%s keeps %s attention: %s", self.config.model_type, previous, error)
                 tiled_logits = None
         # In bfloat16, the logits of Gemma 3 differ by 8 % from those in float32, and by 6 % from those of tiles.

@@ -1,9 +1,9 @@
 """Runs tokens of several sequences in one forward pass, each over its own KV buffer.
 
-On a GPU, launching the kernels of a decoding step takes longer than computing them, so a recorded step is replayed by
-one launch. It reads and writes the same memory each time: tokens and positions are in tensors that the host writes
-before, keys and values go to the place that the position says, and attention reads a fixed number of keys and masks
-those that are not there yet. `captured` records on CUDA. Tests record and replay on the CPU.
+On a GPU, launching the kernels of a short pass takes longer than computing them, so a recorded pass is replayed by one
+launch. It reads and writes the same memory each time: tokens and positions are in tensors that the host writes before,
+keys and values go to the places that the positions say, and attention reads whole buffers and masks what is not there
+yet. `capturing` records on CUDA. Tests record and replay on the CPU.
 """
 
 from __future__ import annotations
@@ -12,20 +12,31 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import cache
+from inspect import signature
 from itertools import accumulate, chain
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kp_core.engines.hf.attention import Sees, attend, grouped_rows, joined, keys_to_read, tile_of_each, tiles_of
+from kp_core.engines.hf.attention import (
+    Sees,
+    attend,
+    by_products,
+    grouped_rows,
+    joined,
+    keys_to_read,
+    tile_of_each,
+    tiles_of,
+)
 from kp_core.engines.local.buffer import TILE, BufferLayer, KVBuffer
 from kp_core.engines.local.model import Memory
 from kp_core.engines.local.scheduler import is_out_of_memory
 from kp_core.engines.local.tree import common_tokens
 
-__all__ = ["PLAIN_STEPS", "Record", "ReplayedRows", "Rows", "RowsLayer", "captured", "run_ragged"]
+__all__ = ["PLAIN_PASSES", "Record", "ReplayedRows", "Rows", "RowsLayer", "capturing", "run_ragged"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +47,10 @@ _SPARE = 16  # Room for copies of tiles is allocated in multiples of this, so th
 
 
 Record: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""Records a step. Returns a function that runs the same calls on the same memory again, and returns the same tensor."""
+"""Records a pass. Returns a function that runs the same calls on the same memory again, and returns the same tensor."""
 
-PLAIN_STEPS = 2
-"""Steps before the one that is recorded: they set up what libraries make once, and a short answer needs no recording.
-"""
-_KEYS = 1024  # Keys are read up to a multiple of this; behind it, the step is recorded again.
+PLAIN_PASSES = 2
+"""A pass is recorded behind so many that ran plainly, since recording takes as long as a pass, and some run once."""
 
 
 class Rows:
@@ -419,24 +428,36 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         return self.get_seq_length() + query_length, 0
 
 
-def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Capture a step as a CUDA graph. Raises what CUDA raises if the step needs the host, `RuntimeError` most often."""
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may allocate memory meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = step()
+def capturing(device: torch.device) -> Record:
+    """Captures passes as CUDA graphs, which share their memory: only one pass runs at a time.
 
-    def replay() -> Tensor:
-        graph.replay()
-        return output
+    It raises what CUDA raises if a pass needs the host, `RuntimeError` most often.
+    """
+    first = torch.cuda.CUDAGraph()  # While there is one graph, its pool of memory stays.
+    with torch.cuda.graph(first):
+        torch.zeros(1, device=device)
 
-    return replay
+    def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate memory meanwhile.
+        with torch.cuda.graph(graph, pool=first.pool(), capture_error_mode="thread_local"):
+            output = step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+    return captured
 
 
 class ReplayedRows:
-    """Decodes one token of each of `buffers`, as `Rows`, by a step that `record` records.
+    """Runs up to `width` new tokens behind each of some buffers, by a pass that `record` records, if given.
 
-    A step that cannot be recorded runs plainly, and its reason is logged.
+    A row with fewer tokens repeats its last one, at the same place. A pass reads all that the buffers have room for,
+    and is recorded once for them. It does not hold the buffers, which may hold it (`KVBuffer.recorded`). A pass that
+    cannot be recorded runs plainly, and its reason is logged.
     """
 
     @torch.inference_mode()
@@ -445,55 +466,75 @@ class ReplayedRows:
         model: Any,  # noqa: ANN401
         buffers: Sequence[KVBuffer],
         sees: Sequence[Sees],
-        record: Record,
+        record: Record | None,
+        width: int = 1,
         **options: Any,  # noqa: ANN401
     ) -> None:
-        self._model, self._options, self._buffers, self._sees = model, options, tuple(buffers), sees
-        self._record: Record | None = record
+        self._model, self._options, self._sees, self._width = model, options, sees, width
+        self._layers = [buffer.layers for buffer in buffers]
+        self._record = record
         self.replay: Callable[[], Tensor] | None = None
-        """The recorded step, until it needs more keys."""
-        self._device = buffers[0].layers[0].keys.device
-        self._ids, self._positions = torch.zeros(2, len(buffers), 1, dtype=torch.long, device=self._device)
-        self._stops = [0] * len(buffers)
-        """Keys of each buffer that a step reads."""
-        self._masks: dict[Sees, list[Tensor]] = {}
+        """The recorded pass."""
+        self._inputs = torch.zeros(2, len(buffers), width, dtype=torch.long, device=buffers[0].layers[0].keys.device)
+        self._ids, self._positions = self._inputs
+        self._biases: dict[Sees, list[Tensor]] = {}
         self._cache = _cache_of(buffers, places=self._positions)
-        self._steps = 0
+        self._passes = 0
+        # A step of decoding never finds KV on its way.
+        self._gates = _gates(self._inputs.device, len(sees)) if width > 1 and len(buffers) == 1 else []
+        """Per layer, an event that a pass waits for, so that it can begin before the KV of all layers has arrived."""
 
     @torch.inference_mode()
-    def step(self, tokens: Sequence[int]) -> Tensor:
-        """Run one token behind each buffer and write its KV there; returns the logits, `(rows, vocabulary)`."""
-        lengths = [buffer.length for buffer in self._buffers]
-        if any(length >= stop for length, stop in zip(lengths, self._stops, strict=True)):
-            self._make_room(lengths)
-        self._ids.copy_(torch.tensor(tokens)[:, None])
-        self._positions.copy_(torch.tensor(lengths)[:, None])
-        if self.replay is None and self._record is not None and self._steps >= PLAIN_STEPS:
-            try:
-                self.replay = self._record(self._compute)
-            except Exception as error:  # whatever CUDA or a model raises
-                if is_out_of_memory(error):
-                    raise
-                self._record = None
-                logger.warning("Steps of decoding are not recorded: %s", str(error).partition("\n")[0])
-        logits = self._compute() if self.replay is None else self.replay()
-        self._steps += 1
-        for buffer, length in zip(self._buffers, lengths, strict=True):
-            buffer.passed(length + 1)
-        return logits.clone()
+    def step(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Run `tokens` behind each buffer and write their KV there; returns the last logits, `(rows, vocabulary)`."""
+        ids, places = [], []
+        for buffer, row in zip(buffers, tokens, strict=True):
+            buffer.blank(buffer.length + len(row), buffer.capacity)
+            missing = self._width - len(row)
+            ids.append([*row, *[row[-1]] * missing])
+            places.append([*range(buffer.length, buffer.length + len(row)), *[buffer.length + len(row) - 1] * missing])
+        self._inputs.copy_(torch.tensor([ids, places]))
+        self._await()
+        if self.replay is not None:
+            logits = self.replay().clone()
+        else:
+            logits = self._compute().clone()
+            self._passes += 1
+            if self._record is not None and self._passes >= PLAIN_PASSES:
+                self._keep(self._record)
+        for buffer, row in zip(buffers, tokens, strict=True):
+            buffer.passed(buffer.length + len(row))
+        return logits
 
-    def _make_room(self, lengths: Sequence[int]) -> None:
-        """Let steps read more keys. Those that are not there yet become zero, since a weight of 0 times NaN is NaN."""
-        self.replay = None
-        for row, (buffer, length) in enumerate(zip(self._buffers, lengths, strict=True)):
-            self._stops[row] = stop = min(buffer.capacity, (length // _KEYS + 1) * _KEYS)
-            for layer in buffer.layers:
-                layer.keys[:, :, length:stop] = 0
-                layer.values[:, :, length:stop] = 0
+    def _await(self) -> None:
+        """Let the pass wait for KV that is on its way from the host."""
+        arriving = [layer for layer in chain(*self._layers) if layer.arrivals]
+        if not arriving or not self._gates:
+            for layer in arriving:
+                layer.arrive()
+            return
+        torch.cuda.current_stream().synchronize()  # No pass still waits for these events.
+        with torch.cuda.stream(_relay(self._inputs.device)):
+            for layer, gate in zip(self._layers[0], self._gates, strict=True):
+                layer.arrive()
+                gate.record()
+
+    def _keep(self, record: Record) -> None:
+        """Record the pass, right behind a plain one of this thread, for which libraries prepared what they need."""
+        try:
+            self.replay = record(self._compute)
+        except Exception as error:  # whatever CUDA or a model raises
+            if is_out_of_memory(error):
+                raise
+            self._record = None
+            logger.warning("Passes are not recorded: %s", str(error).partition("\n")[0])
 
     def _compute(self) -> Tensor:
-        """One pass. It takes no number from the host that changes between steps."""
-        self._masks = {sees: [self._mask(row, sees) for row in range(len(self._stops))] for sees in set(self._sees)}
+        """One pass. It takes no number from the host that changes between passes."""
+        self._biases = {
+            sees: [self._bias(row, layers[0], sees) for row, layers in enumerate(self._layers)]
+            for sees in set(self._sees)
+        }
         output = self._model(
             input_ids=self._ids,
             position_ids=self._positions,
@@ -505,31 +546,44 @@ class ReplayedRows:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _mask(self, row: int, sees: Sees) -> Tensor:
-        """Which of its keys a row sees, `(stop,)`."""
-        position, keys = self._positions[row], torch.arange(self._stops[row], device=self._device)
-        visible: Tensor = keys <= position
+    def _bias(self, row: int, layer: BufferLayer, sees: Sees) -> Tensor:
+        """The mask of the new tokens of a row over all its buffer has room for, `(width, capacity)`."""
+        keys, _ = layer.memory
+        places, positions = torch.arange(keys.shape[2], device=keys.device), self._positions[row, :, None]
+        visible = places <= positions
         if sees.window:
             is_chunk = sees.is_chunked
-            visible &= keys >= (position // sees.window * sees.window if is_chunk else position - sees.window + 1)
-        return visible
+            visible &= places >= (positions // sees.window * sees.window if is_chunk else positions - sees.window + 1)
+        return torch.zeros(visible.shape, device=keys.device).masked_fill_(~visible, -torch.inf)
 
     def _attend(
-        self, layer: int, query: Tensor, _key: Tensor, value: Tensor, scale: float | None, sinks: Tensor | None
+        self, layer: int, query: Tensor, _key: Tensor, _value: Tensor, scale: float | None, sinks: Tensor | None
     ) -> Tensor:
-        """Attention of `query`, `(rows, heads, 1, head_dim)`, of each row over its own buffer."""
-        if sinks is not None:
-            raise ValueError("attention with sinks is not written for recorded steps")
-        outputs = []
-        for row, buffer in enumerate(self._buffers):
-            kv, stop = buffer.layers[layer], self._stops[row]
-            kv_heads, share = kv.keys.shape[1], query.shape[1] // kv.keys.shape[1]
-            # Query heads of a key head are rows of one matrix: its keys are read once, and not repeated.
-            grouped = query[row].reshape(1, kv_heads, share, -1)
-            mask = self._masks[self._sees[layer]][row].expand(1, kv_heads, share, stop)
-            outputs.append(
-                nn.functional.scaled_dot_product_attention(
-                    grouped, kv.keys[:, :, :stop], kv.values[:, :, :stop], attn_mask=mask, scale=scale
-                )
-            )
-        return torch.cat(outputs).reshape(len(outputs), query.shape[1], 1, value.shape[3])
+        """Attention of `query`, `(rows, heads, width, head_dim)`, of each row over its own buffer."""
+        biases = self._biases[self._sees[layer]]
+        if self._gates:
+            self._gates[layer].wait()
+        outputs = [
+            by_products(query[row : row + 1], *layers[layer].memory, biases[row], scale, sinks)
+            for row, layers in enumerate(self._layers)
+        ]
+        return torch.cat(outputs)
+
+
+@cache
+def _relay(device: torch.device) -> torch.cuda.Stream:
+    """A stream that waits for copies, and tells the events of a recorded pass, which cannot wait for copies itself."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _gates(device: torch.device, layers: int) -> list[torch.cuda.Event]:
+    """Events that a recorded pass waits for whenever it is replayed; none without CUDA, or with an older torch."""
+    if device.type != "cuda" or "external" not in signature(torch.cuda.Event.__new__).parameters:
+        return []
+    events = [
+        torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+        for _ in range(layers)
+    ]
+    for event in events:
+        event.record()
+    return events

@@ -97,7 +97,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         )
 
     if cache_bytes is None:
-        cache_bytes = default_cache_bytes(causal.device, memory_bytes(causal.device), 0)
+        cache_bytes = default_cache_bytes(causal.shape.device, memory_bytes(causal.shape.device), 0)
     engine = LocalEngine(
         causal,
         tokenizer,

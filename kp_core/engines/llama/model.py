@@ -32,7 +32,6 @@ class LlamaModel:
     """
 
     batches, record = True, None
-    device = torch.device("cpu")
 
     def __init__(self, context: Context, dtype: torch.dtype) -> None:
         self.context = context

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import TypeAlias
@@ -116,17 +116,19 @@ class BufferLayer:
     @property
     def keys(self) -> Tensor:
         """Keys, when all have arrived."""
-        return self._arrived(0)
+        self.arrive()
+        return self.memory[0]
 
     @property
     def values(self) -> Tensor:
         """Values, when all have arrived."""
-        return self._arrived(1)
+        self.arrive()
+        return self.memory[1]
 
-    def _arrived(self, side: int) -> Tensor:
+    def arrive(self) -> None:
+        """Let what is computed next wait for KV that is on its way."""
         while self.arrivals:
             self.arrivals.pop(0)()
-        return self.memory[side]
 
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Append the new tokens."""
@@ -172,6 +174,8 @@ class KVBuffer:
             ]
         self.view: object = None
         """The buffer in the form that the model's library needs; the code for that library makes it once."""
+        self.recorded: dict[int, object] = {}
+        """Passes over this buffer that the code for that library recorded, by their number of tokens."""
         self.nbytes = self.bytes_for(shape, capacity)
         self.runs: list[Name] = []
         self.shape = shape
@@ -200,14 +204,21 @@ class KVBuffer:
         if length < self._blank.start:
             self._blank = range(0)
 
-    def blank(self, stop: int) -> None:
-        """Set the positions from `stop` to the end of its tile to zero, before tokens up to `stop` are written.
+    def blank(self, stop: int, end: int | None = None) -> None:
+        """Set the positions from `stop` to `end` to zero, before tokens up to `stop` are written.
 
-        Attention reads whole tiles, and a weight of zero times leftover memory could be NaN.
+        By default, `end` is the end of the tile. On a CPU, attention reads whole tiles, recorded passes read all there
+        is room for, and a weight of zero times leftover memory could be NaN. Other passes read no more than is filled.
         """
-        end = -(-stop // TILE) * TILE
-        if not (self._blank.start <= stop and end == self._blank.stop):
-            for side in (side for layer in self.layers for side in layer.memory):
+        if end is None:
+            if self.shape.device.type != "cpu":
+                return
+            end = -(-stop // TILE) * TILE
+        if self._blank.start <= stop and end <= self._blank.stop:
+            end = self._blank.stop
+        else:
+            sides = self.stacked or [side for layer in self.layers for side in layer.memory]
+            for side in sides:
                 side[:, :, stop:end] = 0
         self._blank = range(stop, end)
 
@@ -280,9 +291,12 @@ class KVBuffer:
     @torch.inference_mode()
     def read(self, start: int, stop: int) -> KVTensors:
         """A compact copy of the tokens `start:stop`, with the states if `stop` is the end."""
-        states = tuple(state[0] for state in self.states) if stop == self.length and self.has_states else ()
+        states = tuple(state[0].clone() for state in self.states) if stop == self.length and self.has_states else ()
         kv = self.view_of(start, stop)
-        return KVTensors(kv.keys, kv.values, states).clone()
+        if self.stacked is None:
+            return replace(kv.clone(), states=states)
+        keys, values = (tuple(side[:, :, start:stop].clone()) for side in self.stacked)
+        return KVTensors(keys, values, states)
 
     def view_of(self, start: int, stop: int) -> KVTensors:
         """The tokens `start:stop`, as views that are valid until the buffer is written there."""

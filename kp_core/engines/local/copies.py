@@ -47,10 +47,13 @@ def start_copies(device: torch.device, layers: Sequence[Sequence[tuple[Tensor, T
     with torch.cuda.stream(stream):
         for pairs in layers:
             for target, source in pairs:
-                # Torch copies what is not contiguous through memory that is not pinned. Each head is contiguous.
-                parts = [(target, source)] if source.is_contiguous() else zip(target, source, strict=True)
-                for part, source_part in parts:
-                    part.copy_(source_part, non_blocking=True)
+                # Torch copies between memories through some that is not pinned, unless both sides are contiguous. So
+                # the heads are put in their places on the device. A part of some KV goes there head by head.
+                if source.is_contiguous():
+                    target.copy_(source.to(device, non_blocking=True))
+                else:
+                    for head, source_head in zip(target, source, strict=True):
+                        head.copy_(source_head, non_blocking=True)
                 target.record_stream(stream)
             wait = partial(lambda event: torch.cuda.current_stream(device).wait_event(event), stream.record_event())
             arrivals.append(wait)

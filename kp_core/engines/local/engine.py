@@ -235,7 +235,7 @@ class LocalEngine:
         """The negative log-probability of each of `tokens` after `run`."""
         if run.logits is None:
             raise AssertionError("a prefilled prompt has logits")
-        ids = torch.tensor([tokens], device=self.model.device)
+        ids = torch.tensor([tokens])
         logits = run.logits[None]
         if len(tokens) > 1:
             with self.scheduler.prefill(len(tokens)):
@@ -246,8 +246,7 @@ class LocalEngine:
     def forward(self, ids: Sequence[int], buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
         """Run `ids` behind the tokens in `buffer`. With `logits`, returns the last ones, `(vocabulary,)`."""
         with self.scheduler.prefill(len(ids)):
-            tokens = torch.tensor([ids], device=self.model.device)
-            batch_logits = self.model.forward(tokens, buffer, logits=logits)
+            batch_logits = self.model.forward(torch.tensor([ids]), buffer, logits=logits)
         return None if batch_logits is None else batch_logits[0]
 
 

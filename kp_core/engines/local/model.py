@@ -28,8 +28,6 @@ class Model(Protocol):
     """The shape of its cache."""
     max_positions: int
     """Most tokens of prompt and answer together."""
-    device: torch.device
-    """Device of the input token ids."""
     vocabulary: int
     """Length of the logits."""
     end_tokens: frozenset[int]
@@ -41,7 +39,7 @@ class Model(Protocol):
 
     @property
     def record(self) -> object | None:
-        """Recorded steps of decoding, if it replays them; a single answer is then computed by `rows`, too."""
+        """What records short passes, if they are replayed; the step of a single answer is then one of `rows`, too."""
 
     @property
     def rope(self) -> Rope:
@@ -51,7 +49,7 @@ class Model(Protocol):
         """The buffers of requests, which may share the budget `cache_bytes` with the prefix tree."""
 
     def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
-        """Run `ids`, `(1, new)`, behind the tokens of `buffer`. Returns the logits at the last, `(1, vocabulary)`."""
+        """Run `ids`, `(1, new)` on the CPU, behind `buffer`. Returns the logits at the last, `(1, vocabulary)`."""
 
     def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
         """As `forward`, but returns the logits at every token, `(new, vocabulary)`."""

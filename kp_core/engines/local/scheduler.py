@@ -247,7 +247,7 @@ class Scheduler:
         if len(batch) == 1 and (self._model.record is None or len(batch[0].tokens) > 1):
             if self._rows is not None and batch[0] in self._rows[0]:
                 self._rows = None  # Its copies of this buffer's keys are out of date after this pass.
-            logits = self._model.forward(torch.tensor([batch[0].tokens], device=self._model.device), batch[0].buffer)
+            logits = self._model.forward(torch.tensor([batch[0].tokens]), batch[0].buffer)
             if logits is None:
                 raise AssertionError("logits were asked for")
             return logits

@@ -1,5 +1,6 @@
 """Recorded steps of decoding: replayed, they give the tokens of plain ones. A CPU stands in for CUDA's graphs."""
 
+import gc
 import logging
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kp_core import load_engine
-from kp_core.engines.hf import rows
-from kp_core.engines.hf.rows import PLAIN_STEPS, ReplayedRows
+from kp_core.engines.hf.rows import PLAIN_PASSES, ReplayedRows
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.parity.families import model_of
@@ -71,19 +71,18 @@ class Recorder:
         return run
 
 
-def model_with_rows(kind, monkeypatch):
-    monkeypatch.setattr(rows, "_KEYS", 32)
+def model_with_rows(kind):
     source = tiny_model(kind) if kind in ("llama", "qwen3", "gemma", "phi3") else model_of(kind)
     return load_engine(source, tokenizer=tiny_tokenizer(), chunk_tokens=64, cache_bytes=20_000_000)
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["llama", "qwen3_moe", "gemma3_text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in _MORE)],
+    ["llama", "qwen3_moe", "gemma3_text", "gpt_oss", *(pytest.param(kind, marks=pytest.mark.slow) for kind in _MORE)],
 )
-def test_replayed_rows_are_plain_ones(kind, monkeypatch):
-    """Behind the edges at which the step is recorded again, within windows and behind them, for rows that differ."""
-    model, draw, record = model_with_rows(kind, monkeypatch).engine.model, random.Random(0), Recorder()
+def test_replayed_rows_are_plain_ones(kind):
+    """Within windows and behind them, for rows that differ."""
+    model, draw, record = model_with_rows(kind).engine.model, random.Random(0), Recorder()
     starts = [[draw.randrange(256) for _ in range(size)] for size in (1, 30, 64, 230)]
     both = [[KVBuffer(model.shape, 512) for _ in starts] for _ in range(2)]
     for buffers in both:
@@ -95,7 +94,7 @@ def test_replayed_rows_are_plain_ones(kind, monkeypatch):
     replayed = ReplayedRows(model.network, both[0], model.sees, record)
     for step in range(_STEPS):
         tokens = [draw.randrange(256) for _ in starts]
-        found = replayed.step(tokens)
+        found = replayed.step(both[0], [[token] for token in tokens])
         expected = [
             model.forward(torch.tensor([[token]]), buffer) for token, buffer in zip(tokens, both[1], strict=True)
         ]
@@ -103,12 +102,12 @@ def test_replayed_rows_are_plain_ones(kind, monkeypatch):
     for one, other in zip(*both, strict=True):
         assert one.length == other.length
         torch.testing.assert_close(one.read(0, one.length).keys, other.read(0, other.length).keys, rtol=1e-4, atol=1e-4)
-    assert record.recorded > 2
-    assert record.replayed == _STEPS - PLAIN_STEPS
+    assert record.recorded == 1
+    assert record.replayed == _STEPS - PLAIN_PASSES
 
 
-def test_answers_are_the_same_alone_and_together(monkeypatch):
-    engine, record = model_with_rows("llama", monkeypatch), Recorder()
+def test_answers_are_the_same_alone_and_together():
+    engine, record = model_with_rows("llama"), Recorder()
     model = engine.engine.model
     assert model.record is None  # A CPU has no graphs.
     asked = [f"How many boats are in harbour {number}?" for number in range(4)]
@@ -128,20 +127,51 @@ def test_answers_are_the_same_alone_and_together(monkeypatch):
             assert found == pytest.approx(wanted, abs=1e-4)
         assert record.replayed > 0
         assert (record.most_rows > 1) == (at_once > 1)
+    # Later answers get the same buffers, and then the same recorded steps. They end with the buffers.
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            engine.engine.tree.clear()
+            recorded = record.recorded
+            list(pool.map(lambda text: engine.generate(text, max_tokens=40), asked))
+    assert record.recorded - recorded < 4
+    assert model._together
+    engine.clear_cache()
+    gc.collect()
+    assert not model._together
     # What was decoded so is reused as any other KV.
+    engine.generate(asked[0], max_tokens=40)
     again = engine.generate(asked[0], max_tokens=40)
     assert again.usage.computed_tokens == 0
     assert again.token_ids == expected[0]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-def test_a_model_that_cannot_be_recorded_decodes_plainly_and_says_why(kind, monkeypatch, caplog):
-    """A layer asks the host, or attention has sinks."""
-    engine, record = model_with_rows(kind, monkeypatch), Recorder()
-    if kind == "llama":
-        layer = engine.engine.model.network.model.layers[0]
-        compute = layer.forward
-        monkeypatch.setattr(layer, "forward", lambda hidden, **more: compute(hidden + 0 * hidden.sum().item(), **more))
+def test_questions_are_replayed_for_every_request_that_gets_the_buffer(monkeypatch):
+    """Of any length up to the width, behind other packs, and after the buffer held something else."""
+    engine, record = model_with_rows("llama"), Recorder()
+    model, asked = engine.engine.model, "How many boats are in the harbour?"
+    packs = [engine.build_pack(f"{text} " * 20, compiled_for="system") for text in ("Pier 1 has 5 boats.", "It rains.")]
+    requests = [(packs[number % 2], asked + " Why?" * number) for number in range(8)]
+
+    def answers():
+        return [engine.generate(text, packs=[pack], max_tokens=6, logprobs=True).logits for pack, text in requests]
+
+    expected = answers()
+    model.use_replay(record)
+    engine.clear_cache()
+    answers()
+    engine.engine.tree.clear()  # The buffers stay in the pool.
+    before, record.replayed = record.recorded, 0
+    torch.testing.assert_close(answers(), expected, rtol=1e-4, atol=1e-4)
+    assert record.replayed > 8 * 5
+    assert record.recorded - before < 4
+
+
+def test_a_model_that_cannot_be_recorded_decodes_plainly_and_says_why(monkeypatch, caplog):
+    """A layer asks the host."""
+    engine, record = model_with_rows("llama"), Recorder()
+    layer = engine.engine.model.network.model.layers[0]
+    compute = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda hidden, **more: compute(hidden + 0 * hidden.sum().item(), **more))
     expected = engine.generate("How many boats?", max_tokens=8).token_ids
     with caplog.at_level(logging.WARNING, logger="kp_core"):
         engine.engine.model.use_replay(record)
@@ -151,8 +181,22 @@ def test_a_model_that_cannot_be_recorded_decodes_plainly_and_says_why(kind, monk
     assert record.replayed == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_record_that_does_not_read_its_input_again_is_not_used(dtype, caplog):
+    engine = load_engine(tiny_model("llama", dtype), tokenizer=tiny_tokenizer())
+
+    def frozen(step):
+        output = step()
+        return lambda: output
+
+    with caplog.at_level(logging.WARNING, logger="kp_core"):
+        engine.engine.model.use_replay(frozen)
+    assert engine.engine.model.record is None
+    assert "they give other logits" in caplog.text
+
+
 def test_a_step_that_stops_being_recordable_goes_on_plainly(monkeypatch, caplog):
-    engine = model_with_rows("llama", monkeypatch)
+    engine = model_with_rows("llama")
     model = engine.engine.model
     expected = engine.generate("How many boats?", max_tokens=8).token_ids
     model.use_replay(Recorder())
