@@ -4,6 +4,7 @@ One row for each model and dtype, one column for each way to an answer, compared
 the same engine with nothing reused:
 
 - `memory`, `host`, `disk`: the pack from the prefix tree on the device, from host memory, and from its file.
+- `replay`: the pack, after passes as long as the question, and steps of decoding, were recorded.
 - `turn`: a second turn behind a decoded answer.
 - `batch`: four at once, each compared with itself alone.
 - `select`: one of two packs, chosen by attention, compared with the text of that one.
@@ -30,6 +31,7 @@ from transformers import PreTrainedModel
 from benchmarks.gpu.report import Report
 from kp_core import Generation, PackStore, Session, load_engine
 from kp_core.compose import ExactComposer, NaiveComposer, SpliceComposer
+from kp_core.engines.hf.rows import PLAIN_PASSES
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
 from kp_core.testing import ARCHITECTURES, check_composer, tiny_model, tiny_tokenizer
@@ -46,7 +48,7 @@ _FACTS = "".join(f"Pier {n} has {3 * n + 2} boats, and pier {n + 9} has {n * n +
 _OTHER, _ASKED = "Quay 5 has no boats at all.\n", "How many boats?"
 _PAIRS = [("I am glad.", "I am sad."), ("It is warm.", "It is cold.")]
 _COMPOSERS = {"exact": ExactComposer(), "naive": NaiveComposer(), "splice": SpliceComposer()}
-_COLUMNS = ("memory", "host", "disk", "turn", "batch", "select", "steered", "generate", "cpu", *_COMPOSERS)
+_COLUMNS = ("memory", "host", "disk", "replay", "turn", "batch", "select", "steered", "generate", "cpu", *_COMPOSERS)
 
 
 def run(report: Report) -> None:
@@ -98,7 +100,12 @@ def _row(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
 
 
 def _converted(kind: str, dtype: torch.dtype) -> PreTrainedModel:
-    return tiny_model(kind, dtype) if kind in ARCHITECTURES else model_of(kind, dtype)
+    if kind not in ARCHITECTURES:
+        return model_of(kind, dtype)
+    model = tiny_model(kind, dtype)
+    # Random numbers drawn in a shorter dtype may be other numbers.
+    model.load_state_dict(tiny_model(kind).state_dict())
+    return model
 
 
 class _Answers:
@@ -114,7 +121,7 @@ class _Answers:
 
     def ways(self) -> dict[str, Callable[[], tuple[Any, Any]]]:
         """Each way to an answer, with what it is compared with."""
-        return {name: getattr(self, f"_{name}") for name in _COLUMNS[:7]}
+        return {name: getattr(self, f"_{name}") for name in _COLUMNS[:8]}
 
     def compared(self, found: Any, expected: Any) -> str:  # noqa: ANN401 - generations, or lists of them
         """How two answers compare, or the worst of several."""
@@ -143,6 +150,14 @@ class _Answers:
         if found.usage.reused_tokens < found.usage.pack_tokens:
             raise RuntimeError(f"Got {found.usage}; expected the KV of the pack to be read.")
         return found
+
+    def _replay(self) -> tuple[Generation, Generation]:
+        if cast("LocalEngine", self._engine.engine).model.record is None:
+            raise UnsupportedRequestError("Its passes are not recorded.")
+        view, asked = self._store.view("default"), [f"{_ASKED} {number}" for number in range(PLAIN_PASSES + 2)]
+        for text in asked:
+            found = self._engine.generate(f"{self._handle}\n{text}", view=view, max_tokens=_TOKENS)
+        return found, self.text(asked[-1])
 
     def _turn(self) -> tuple[Generation, Generation]:
         first = self._pack(self._store)

@@ -2,13 +2,14 @@
 
 - bandwidth: GB/s of a copy of 256 MB on the device, from and to pinned and pageable memory, and from disk; TFLOP/s of a
   matrix product in the dtype of the model.
-- time to first token, seconds, behind a pack of `tokens` tokens: `text` with nothing reused, the pack in the memory of
-  the device, in pinned host memory, where the prefix tree moved it, and on disk (dropped from the system's cache), and
-  `floor`: one pass of plain
-  transformers over the same last tokens behind a cache that holds the rest; `padded`: the same pass padded to `_PADDED`
-  tokens, the price of a row-invariant one (`benchmarks.gpu.rows`). `text_bound` is 2 · parameters · tokens over
-  the rate of the matrix product, `pinned_bound` the floor and the bytes of the pack over the bandwidth. The best of
-  `_REPEATS`, each with another question. `peak_gb` is the most memory that was ever allocated.
+- time to first token, seconds, behind a pack of `tokens` tokens: `plain`, one pass of plain transformers over the whole
+  prompt; `text`, the same string through the engine with nothing reused; the pack in the memory of the device, in
+  pinned host memory, where the prefix tree moved it, and on disk (dropped from the system's cache); `floor`, one pass
+  of plain transformers over the same last tokens behind a cache that holds the rest; `second`, the pack in memory
+  before any pass was captured (the first request read it from disk). Medians of questions of different lengths, in a
+  process that answered before. `text_bound` is 2 · parameters · tokens over the rate of the matrix product,
+  `pinned_bound` the bytes of the pack and of the weights over the bandwidths. `peak_gb` is the most memory that was
+  ever allocated.
 - several packs: four packs behind each other, exact at first use and again, and composed.
 - decoding: tokens a second behind a pack, of one answer and of eight at once on one pack, with captured graphs and
   `plain`, beside `model.generate`, and the same with a static cache, which transformers compiles on accelerators.
@@ -27,8 +28,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -77,9 +80,9 @@ LARGE: Sequence[str] = ("qwen3-8b", "smollm2", "llama-3.1-8b")
 
 _LENGTHS = {"tiny": (256, 1024)}
 _LONG = (1024, 4096, 16384, 32768)
-_REPEATS, _PADDED = 3, 256
+_WARM, _REPEATS, _ROOM = 4, 5, 256
 _PACKS, _PACK_TOKENS = 4, 1024
-_USERS, _ANSWER = 8, 64
+_USERS, _ANSWER, _ROUNDS = 8, 64, 4
 _COPIED = 1 << 28  # Bytes of the copies that are timed.
 _ATTENTION = re.compile(r"attention|attn|flash|fmha|sdpa|softmax", re.IGNORECASE)
 
@@ -133,9 +136,8 @@ class _Shape:
         self._dtype = torch.bfloat16 if report.device.type != "mps" else torch.float16
         self._model = _random_model(SHAPES[shape](), report.device, self._dtype)
         self._parameters = sum(weight.numel() for weight in self._model.parameters())
-        # A CPU has no host memory by default.
-        host = {"host_cache_bytes": 1 << 30} if report.device.type == "cpu" else {}
-        self._engine: Session = load_engine(self._model, tokenizer=tiny_tokenizer(), **host)
+        # By default a CPU has no host memory, and a machine with little memory has none for the longest pack.
+        self._engine: Session = load_engine(self._model, tokenizer=tiny_tokenizer(), host_cache_bytes=16 << 30)
         self._draw, self._questions = random.Random(0), itertools.count()  # noqa: S311 - no secrets
         self._lengths = _LENGTHS.get(shape, _LONG)
 
@@ -144,7 +146,7 @@ class _Shape:
         behind, text_s = self._lengths[min(1, len(self._lengths) - 1)], 0.0
         for tokens in self._lengths:
             # Attention grows with the square of the length.
-            if text_s and not self._report.has_time(0.6, 8 * _REPEATS * text_s):
+            if text_s and not self._report.has_time(0.6, 8 * (_WARM + _REPEATS) * text_s):
                 self._report.cannot(f"{self._name} at {tokens} tokens", "no time left")
                 break
             with self._report.trying(f"{self._name} at {tokens} tokens"):
@@ -163,52 +165,94 @@ class _Shape:
 
     def _ask(self, **options: Any) -> Any:  # noqa: ANN401 - a generation
         """One token behind another question each time, so that its KV is never at hand."""
-        return self._engine.generate(f"Question {next(self._questions)}?", **{"max_tokens": 1, **options})
+        number = next(self._questions)
+        asked = f"Question {number}? {'Why? ' * (number % 3)}"
+        return self._engine.generate(asked, **{"max_tokens": 1, **options})
 
     def _first_tokens(self, tokens: int) -> float:
         pack = self._pack(tokens)
         if pack.kv is None:
             raise RuntimeError("Got a lazy pack.")
-        handle, kv_bytes = str(PackStore(self._folder).put(pack)), pack.kv.nbytes
-        lazy = replace(pack, kv=None)
+        handle, kv_bytes, count = str(PackStore(self._folder).put(pack)), pack.kv.nbytes, len(pack.token_ids)
+        row: dict[str, Any] = {"shape": self._name, "tokens": tokens}
+        prompts: list[Any] = []
+        ways = self._ways(replace(pack, kv=None), handle)
         del pack
-        view = PackStore(self._folder).view("default")
+        for name, way in ways.items():
+            warm, repeats = (1, 2) if name == "disk" else (_WARM, _REPEATS)
+            found = [way() for _ in range(warm + repeats)]
+            reused = min(generation.usage.reused_tokens for generation in found[1:])
+            if name != "text" and reused < count:
+                raise RuntimeError(f"{name}: {reused} tokens reused; expected the {count} of the pack.")
+            seconds = [generation.usage.ttft_s for generation in found]
+            if name == "memory":
+                row["second_s"], prompts = seconds[1], [generation.prompt for generation in found[warm:]]
+            row[f"{name}_s"] = median(seconds[warm:])
+        self._engine.clear_cache()
+        row |= self._beside(prompts)
+        rates, weights = self._rates, sum(weight.nbytes for weight in self._model.parameters())
+        row["text_bound_s"] = 2 * self._parameters * tokens / rates.product if rates.product else None
+        row["pinned_bound_s"] = kv_bytes / rates.pinned + weights / rates.device if rates.pinned else None
+        row |= {"memory/floor": row["memory_s"] / row["floor_s"], "text/pinned": row["text_s"] / row["pinned_s"]}
+        row["plain/pinned"] = row["plain_s"] / row["pinned_s"]
+        self._report.add("speed", row | {"kv_gb": kv_bytes / 1e9, "peak_gb": _peak_bytes(self._report.device) / 1e9})
+        return float(row["text_s"])
 
-        def text() -> Any:  # noqa: ANN401
-            return self._ask(packs=[lazy], reuse=False)
+    def _ways(self, lazy: KnowledgePack, handle: str) -> dict[str, Callable[[], Any]]:
+        """Each way to a first token behind a pack: `lazy` without its KV, and its `handle` in the folder."""
+        engine, view = cast("LocalEngine", self._engine.engine), PackStore(self._folder).view("default")
 
         def memory() -> Any:  # noqa: ANN401
             return self._ask(packs=[handle], view=view)
 
-        def from_pinned() -> Any:  # noqa: ANN401
-            memory()
-            cast("LocalEngine", self._engine.engine).free_memory()
+        def pinned() -> Any:  # noqa: ANN401
+            engine.tree.vacate()
+            self._overwrite()
             return memory()
 
         def disk() -> Any:  # noqa: ANN401
-            self._engine.clear_cache()
+            engine.tree.clear()
+            self._overwrite()
             drop_from_page_cache(self._folder)
             return self._ask(packs=[handle], view=PackStore(self._folder).view("default"))
 
-        row: dict[str, Any] = {"shape": self._name, "tokens": tokens}
-        prompt: Any = None
-        for name, way in (("text", text), ("pinned", from_pinned), ("disk", disk), ("memory", memory)):
-            found = [way() for _ in range(_REPEATS)]
-            reused = min(generation.usage.reused_tokens for generation in found[1:])
-            if name != "text" and reused < len(lazy.token_ids):
-                raise RuntimeError(f"{name}: {reused} tokens reused; expected the {len(lazy.token_ids)} of the pack.")
-            row[f"{name}_s"], prompt = min(generation.usage.ttft_s for generation in found), found[-1].prompt
-        self._engine.clear_cache()
-        cut = prompt.spans[0].stop
-        floor = Floor(self._model, prompt.token_ids[:cut], room=_PADDED, chunk_tokens=1024)
-        suffix = prompt.token_ids[cut:]
-        for name, ids in (("floor_s", suffix), ("padded_s", [*suffix, *[0] * (_PADDED - len(suffix))])):
-            row[name] = min(floor.first_token(ids)[1] for _ in range(_REPEATS + 1))
-        row["text_bound_s"] = 2 * self._parameters * tokens / self._rates.product if self._rates.product else None
-        row["pinned_bound_s"] = row["floor_s"] + kv_bytes / self._rates.pinned if self._rates.pinned else None
-        row |= {"memory/floor": row["memory_s"] / row["floor_s"], "text/pinned": row["text_s"] / row["pinned_s"]}
-        self._report.add("speed", row | {"kv_gb": kv_bytes / 1e9, "peak_gb": _peak_bytes(self._report.device) / 1e9})
-        return float(row["text_s"])
+        return {
+            "text": lambda: self._ask(packs=[lazy], reuse=False),
+            "memory": memory,
+            "pinned": pinned,
+            "disk": disk,
+        }
+
+    def _overwrite(self) -> None:
+        """Let idle buffers hold nothing that a request could use, as if others had used them."""
+        for buffer in cast("LocalEngine", self._engine.engine).pool._waiting:  # noqa: SLF001 - no user needs it
+            buffer.note([])
+
+    def _beside(self, prompts: Sequence[Any]) -> dict[str, float]:
+        """Seconds of plain transformers for these prompts: for the whole, and behind a cache that holds the pack."""
+        cut, ids = prompts[0].spans[0].stop, [list(prompt.token_ids) for prompt in prompts]
+        with self._as_loaded():
+            floor = Floor(self._model, ids[0][:cut], room=_ROOM, chunk_tokens=4096)
+            behind = median(_twice(lambda tokens: floor.first_token(tokens[cut:])[1], ids))
+            return {"floor_s": behind, "plain_s": median(_twice(self._plain, ids))}
+
+    @contextmanager
+    def _as_loaded(self) -> Iterator[None]:
+        """Let the model have the attention that transformers takes by itself."""
+        taken = self._model.config._attn_implementation  # noqa: SLF001 - transformers has no public name
+        self._model.set_attn_implementation("sdpa")
+        try:
+            yield
+        finally:
+            self._model.set_attn_implementation(taken)
+
+    @torch.inference_mode()
+    def _plain(self, ids: Sequence[int]) -> float:
+        """Seconds of one pass of the model alone over the tokens of a prompt."""
+        began = time.perf_counter()
+        batch = torch.tensor([list(ids)], device=self._report.device)
+        int(self._model(input_ids=batch, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
+        return time.perf_counter() - began
 
     def _several(self, tokens: int) -> None:
         packs = [self._pack(tokens) for _ in range(_PACKS)]
@@ -235,18 +279,19 @@ class _Shape:
             found = self._ask(**options)
             seconds = time.perf_counter() - began - found.usage.ttft_s
             row[f"one_{name}tok_s"] = (found.usage.completion_tokens - 1) / seconds
-            for _ in range(2):  # First with what each user asked not yet computed.
+            for _ in range(_ROUNDS if name == "" else 2):  # First with what each user asked not yet computed.
                 began = time.perf_counter()
                 answers = list(self._engine.generate_many(requests, at_once=_USERS, progress=False, **options))
                 tokens = sum(answer.usage.completion_tokens for _, answer in answers)
                 row[f"eight_{name}tok_s"] = tokens / (time.perf_counter() - began)
         model.record = record
         ids = torch.tensor([found.prompt.token_ids], device=self._report.device)
-        row["generate_tok_s"] = self._generated(ids)
-        row["static_tok_s"] = None
+        row["generate_tok_s"] = row["static_tok_s"] = None
+        with self._as_loaded():
+            row["generate_tok_s"] = self._generated(ids)
         # Compiling takes a minute or two.
         if self._report.device.type == "cpu" or self._report.has_time(0.6, 150):
-            with self._report.trying(f"{self._name}: generate with a static cache"):
+            with self._report.trying(f"{self._name}: generate with a static cache"), self._as_loaded():
                 self._generated(ids, cache_implementation="static")
                 row["static_tok_s"] = self._generated(ids, cache_implementation="static")
         row["bound_tok_s"] = self._rates.device / bytes_read if self._rates.device else None
@@ -288,6 +333,13 @@ class _Shape:
             is_math = any("dot_product_attention_math" in kernel for kernel in names)
             used = "; ".join(kernel[:60] for kernel in names)
             self._report.add("speed", {"shape": self._name, "pass": name, "math": is_math, "kernels": used})
+
+
+def _twice(seconds: Callable[[list[int]], float], prompts: Sequence[list[int]]) -> list[float]:
+    """The seconds for each prompt the second time, since libraries plan for a length the first time."""
+    for ids in prompts:
+        seconds(ids)
+    return list(map(seconds, prompts))
 
 
 def _random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
