@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from benchmarks.gpu.report import Report
 from kp_core import Generation, PackStore, Session, load_engine
 from kp_core.compose import ExactComposer, NaiveComposer, SpliceComposer
-from kp_core.engines.hf.rows import PLAIN_PASSES
+from kp_core.engines.hf.replay import PLAIN_PASSES
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
 from kp_core.testing import ARCHITECTURES, check_composer, tiny_model, tiny_tokenizer
@@ -152,7 +152,7 @@ class _Answers:
         return found
 
     def _replay(self) -> tuple[Generation, Generation]:
-        if cast("LocalEngine", self._engine.engine).model.record is None:
+        if cast("LocalEngine", self._engine.engine).model.replays is None:
             raise UnsupportedRequestError("Its passes are not recorded.")
         view, asked = self._store.view("default"), [f"{_ASKED} {number}" for number in range(PLAIN_PASSES + 2)]
         for text in asked:

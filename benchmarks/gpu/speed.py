@@ -270,10 +270,10 @@ class _Shape:
         bytes_read = sum(weight.nbytes for weight in self._model.parameters()) + behind * self._engine.bytes_per_token
         row: dict[str, Any] = {"shape": self._name, "behind": behind}
         model = cast("LocalEngine", self._engine.engine).model
-        record, requests = model.record, {number: f"User {number} asks." for number in range(_USERS)}
-        row["graphs"] = record is not None
+        replays, requests = model.replays, {number: f"User {number} asks." for number in range(_USERS)}
+        row["graphs"] = replays is not None
         for name in ("", "plain_"):
-            model.record = None if name else record
+            model.replays = None if name else replays
             self._ask(**options)
             began = time.perf_counter()
             found = self._ask(**options)
@@ -284,7 +284,7 @@ class _Shape:
                 answers = list(self._engine.generate_many(requests, at_once=_USERS, progress=False, **options))
                 tokens = sum(answer.usage.completion_tokens for _, answer in answers)
                 row[f"eight_{name}tok_s"] = tokens / (time.perf_counter() - began)
-        model.record = record
+        model.replays = replays
         ids = torch.tensor([found.prompt.token_ids], device=self._report.device)
         row["generate_tok_s"] = row["static_tok_s"] = None
         with self._as_loaded():

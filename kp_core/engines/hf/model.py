@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import Any
-from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -31,7 +30,8 @@ from kp_core.engines.hf.kinds import (
     positions_of,
     rope_parameters,
 )
-from kp_core.engines.hf.rows import Record, ReplayedRows, Rows, capturing, run_ragged
+from kp_core.engines.hf.replay import Record, ReplayedRows, Replays, capturing
+from kp_core.engines.hf.rows import Rows, run_ragged
 from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.local.buffer import TILE, BufferPool, KVBuffer
 from kp_core.engines.local.model import Memory
@@ -47,9 +47,6 @@ logger = logging.getLogger(__name__)
 
 _NO_ROWS = "its attention is its own, and is not told which tokens belong to which answer"
 _NARROW = PROBE - 3  # Tokens of a sliding window during a probe.
-_NARROWEST, _WIDEST = 32, 128
-"""Tokens of the recorded passes over a question: a power of two between these. Longer passes keep a GPU busy."""
-_MOST_TOGETHER = 32  # Groups of answers whose steps are kept. Each takes some megabytes.
 _APART = 37  # Distance of the two positions at which a key is computed to find its rotation.
 
 
@@ -86,10 +83,8 @@ class CausalModel:
         self.attends = False
         """Whether its attention is tiled (`hf.attention`)."""
         self._pack_weights()
-        self.record: Record | None = None
-        """Records short passes, which are then replayed; `None` if each is computed anew."""
-        self._together: dict[tuple[int, ...], ReplayedRows] = {}
-        """Replayed steps of several answers, by the ids of their buffers. The least recently used are first."""
+        self.replays: Replays | None = None
+        """Recorded short passes; `None` if each is computed anew."""
         self._engine = "local"
         if keep_attention:
             self._engine += f"/{self.config._attn_implementation}"  # noqa: SLF001 - transformers has no public name
@@ -118,42 +113,38 @@ class CausalModel:
 
         Logs why not.
         """
+        tokens = [int(token) for token in self._probe_ids()[0, -PROBE // 2 :]]
+        questions = [tokens[:count] for count in range(1, len(tokens))]
         with self._narrowed():
-            tokens = [int(token) for token in self._probe_ids()[0, -PROBE // 2 :]]
-            questions = [tokens[:count] for count in range(1, len(tokens))]
-            found: list[list[Tensor]] = []
             try:
-                for buffers, by in zip(self._probe_rows(), (record, None), strict=True):
-                    steps, asked = self._replays(buffers, 1, by), self._replays(buffers[:1], len(tokens), by)
-                    found.append([steps.step(buffers, [[token] for _ in buffers]) for token in tokens])
-                    found[-1] += [asked.step(buffers[:1], [question]) for question in questions]
-                    if by is not None and None in (steps.replay, asked.replay):
-                        return
+                replayed, computed = (self._probe_passes(tokens, questions, by) for by in (record, None))
             except (ValueError, TypeError, RuntimeError, AttributeError) as error:
                 logger.warning("Passes are not recorded: %s", error)
                 return
             buffers, _ = self._probe_rows()
             plain = [self._next([token], buffer) for token in tokens for buffer in buffers]
             plain += [self._next(question, buffers[0]) for question in questions]
-        replayed, computed = found
+        if not replayed:  # It was said why.
+            return
         # The same kernels give the same numbers. Other kernels round differently.
         if self._agree(replayed, computed, rounding=1e-3) and self._agree(computed, plain):
-            self.record = record
+            self.replays = Replays(self.network, self.sees, record, **self._keep_last)
         else:
             logger.warning("Passes are not recorded: replayed, they give other logits.")
 
-    def _replays(self, buffers: Sequence[KVBuffer], width: int, record: Record | None) -> ReplayedRows:
-        return ReplayedRows(self.network, buffers, self.sees, record, width, **self._keep_last)
+    def _probe_passes(
+        self, tokens: Sequence[int], questions: Sequence[Sequence[int]], record: Record | None
+    ) -> list[Tensor]:
+        """Logits of `tokens` behind each of two buffers, then of `questions` behind the first.
 
-    def _replayed(self, buffer: KVBuffer, tokens: int) -> ReplayedRows | None:
-        """What replays passes over `tokens` new tokens of `buffer`, if they are recorded. The buffer keeps it."""
-        if self.record is None or tokens > _WIDEST:
-            return None
-        width = 1 if tokens == 1 else max(_NARROWEST, 1 << (tokens - 1).bit_length())
-        kept = buffer.recorded.get(width)
-        if not isinstance(kept, ReplayedRows):
-            kept = buffer.recorded[width] = self._replays([buffer], width, self.record)
-        return kept
+        With `record`, passes are recorded on the way. Then the result is empty if any was not.
+        """
+        buffers, _ = self._probe_rows()
+        steps = ReplayedRows(self.network, buffers, self.sees, record, **self._keep_last)
+        asked = ReplayedRows(self.network, buffers[:1], self.sees, record, len(tokens), **self._keep_last)
+        found = [steps.step(buffers, [[token] for _ in buffers]) for token in tokens]
+        found += [asked.step(buffers[:1], [question]) for question in questions]
+        return found if record is None or (steps.replay and asked.replay) else []
 
     def _probe_rows(self) -> tuple[list[KVBuffer], list[KVBuffer]]:
         """Two buffers with other numbers of tokens, twice."""
@@ -206,7 +197,7 @@ class CausalModel:
         if not logits:
             self._run(self.network.base_model, ids, buffer)
             return None
-        if replayed := self._replayed(buffer, ids.shape[1]):
+        if self.replays is not None and (replayed := self.replays.question(buffer, ids.shape[1])):
             return replayed.step([buffer], ids.tolist())
         last_logits: Tensor = self._run(self.network, ids, buffer, **self._keep_last).logits[:, -1]
         return last_logits.clone()
@@ -255,31 +246,9 @@ class CausalModel:
 
     def rows(self, buffers: Sequence[KVBuffer], memory: Memory | None = None) -> Callable[[Sequence[int]], Tensor]:
         """See `Model.rows`. With a `memory` that an earlier function used, that one must not be called again."""
-        if self.record is not None:
-            return self._replayed_rows(buffers, self.record)
+        if self.replays is not None:
+            return self.replays.rows(buffers)
         return Rows(self.network, buffers, self.sees, memory, **self._keep_last).step
-
-    def _replayed_rows(self, buffers: Sequence[KVBuffer], record: Record) -> Callable[[Sequence[int]], Tensor]:
-        # Later answers get the same buffers in another order.
-        order = sorted(range(len(buffers)), key=lambda at: id(buffers[at]))
-        ordered, places = [buffers[at] for at in order], [order.index(at) for at in range(len(order))]
-        names = tuple(map(id, ordered))
-        replayed = self._replayed(buffers[0], 1) if len(buffers) == 1 else self._together.pop(names, None)
-        if replayed is None:
-            replayed = self._replays(ordered, 1, record)
-            for buffer in ordered:
-                finalize(buffer, self._forget, id(buffer))
-        if len(buffers) > 1:
-            self._together[names] = replayed
-        for oldest in [*self._together][:-_MOST_TOGETHER]:
-            del self._together[oldest]
-        return lambda tokens: replayed.step(ordered, [[tokens[at]] for at in order])[places]
-
-    def _forget(self, buffer: int) -> None:
-        """Drop what is recorded over a buffer, by its id, when the buffer is freed."""
-        for names in [*self._together]:
-            if buffer in names:
-                self._together.pop(names, None)
 
     def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
         """See `Model.ragged`."""

@@ -1,21 +1,12 @@
-"""Runs tokens of several sequences in one forward pass, each over its own KV buffer.
-
-On a GPU, launching the kernels of a short pass takes longer than computing them, so a recorded pass is replayed by one
-launch. It reads and writes the same memory each time: tokens and positions are in tensors that the host writes before,
-keys and values go to the places that the positions say, and attention reads whole buffers and masks what is not there
-yet. `capturing` records on CUDA. Tests record and replay on the CPU.
-"""
+"""Runs tokens of several sequences in one forward pass, each over its own KV buffer."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cache
-from inspect import signature
 from itertools import accumulate, chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +15,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kp_core.engines.hf.attention import (
     Sees,
     attend,
-    by_products,
     grouped_rows,
     joined,
     keys_to_read,
@@ -33,24 +23,14 @@ from kp_core.engines.hf.attention import (
 )
 from kp_core.engines.local.buffer import TILE, BufferLayer, KVBuffer
 from kp_core.engines.local.model import Memory
-from kp_core.engines.local.scheduler import is_out_of_memory
 from kp_core.engines.local.tree import common_tokens
 
-__all__ = ["PLAIN_PASSES", "Record", "ReplayedRows", "Rows", "RowsLayer", "capturing", "run_ragged"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Rows", "RowsLayer", "cache_of_rows", "run_ragged"]
 
 _SHORT = 2 * TILE
 """Rows with fewer tokens than this share one attention call without a common prefix, over a copy of their keys."""
 
 _SPARE = 16  # Room for copies of tiles is allocated in multiples of this, so that one more row fits.
-
-
-Record: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""Records a pass. Returns a function that runs the same calls on the same memory again, and returns the same tensor."""
-
-PLAIN_PASSES = 2
-"""A pass is recorded behind so many that ran plainly, since recording takes as long as a pass, and some run once."""
 
 
 class Rows:
@@ -83,7 +63,7 @@ class Rows:
         """Rows whose new KV is written after the pass, all layers at once. Attention reads it from the groups' copies.
         """
         self._new: list[tuple[Tensor, Tensor]] = []
-        self._cache = _cache_of(buffers, rows=[row for row in range(len(buffers)) if row not in self._deferred])
+        self._cache = cache_of_rows(buffers, rows=[row for row in range(len(buffers)) if row not in self._deferred])
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Tensor:
@@ -169,7 +149,7 @@ def run_ragged(
         output = model(
             input_ids=torch.tensor(list(chain(*tokens)), device=device)[None],
             position_ids=torch.tensor(list(chain(*positions)), device=device)[None],
-            past_key_values=_cache_of(buffers, counts),
+            past_key_values=cache_of_rows(buffers, counts),
             use_cache=True,
             kp_attend=attend_each,
             **({"logits_to_keep": last_indices} if keeps_logits else {}),
@@ -366,7 +346,7 @@ def _calls(visible: Sequence[int]) -> list[tuple[slice, int]]:
     return [(pairs, keys) for pairs, keys in calls if pairs.start < pairs.stop]
 
 
-def _cache_of(
+def cache_of_rows(
     buffers: Sequence[KVBuffer],
     counts: Sequence[int] = (),
     rows: Sequence[int] | None = None,
@@ -426,164 +406,3 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `query_length` new tokens will see."""
         return self.get_seq_length() + query_length, 0
-
-
-def capturing(device: torch.device) -> Record:
-    """Captures passes as CUDA graphs, which share their memory: only one pass runs at a time.
-
-    It raises what CUDA raises if a pass needs the host, `RuntimeError` most often.
-    """
-    first = torch.cuda.CUDAGraph()  # While there is one graph, its pool of memory stays.
-    with torch.cuda.graph(first):
-        torch.zeros(1, device=device)
-
-    def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate memory meanwhile.
-        with torch.cuda.graph(graph, pool=first.pool(), capture_error_mode="thread_local"):
-            output = step()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return output
-
-        return replay
-
-    return captured
-
-
-class ReplayedRows:
-    """Runs up to `width` new tokens behind each of some buffers, by a pass that `record` records, if given.
-
-    A row with fewer tokens repeats its last one, at the same place. A pass reads all that the buffers have room for,
-    and is recorded once for them. It does not hold the buffers, which may hold it (`KVBuffer.recorded`). A pass that
-    cannot be recorded runs plainly, and its reason is logged.
-    """
-
-    @torch.inference_mode()
-    def __init__(
-        self,
-        model: Any,  # noqa: ANN401
-        buffers: Sequence[KVBuffer],
-        sees: Sequence[Sees],
-        record: Record | None,
-        width: int = 1,
-        **options: Any,  # noqa: ANN401
-    ) -> None:
-        self._model, self._options, self._sees, self._width = model, options, sees, width
-        self._layers = [buffer.layers for buffer in buffers]
-        self._record = record
-        self.replay: Callable[[], Tensor] | None = None
-        """The recorded pass."""
-        self._inputs = torch.zeros(2, len(buffers), width, dtype=torch.long, device=buffers[0].layers[0].keys.device)
-        self._ids, self._positions = self._inputs
-        self._biases: dict[Sees, list[Tensor]] = {}
-        self._cache = _cache_of(buffers, places=self._positions)
-        self._passes = 0
-        # A step of decoding never finds KV on its way.
-        self._gates = _gates(self._inputs.device, len(sees)) if width > 1 and len(buffers) == 1 else []
-        """Per layer, an event that a pass waits for, so that it can begin before the KV of all layers has arrived."""
-
-    @torch.inference_mode()
-    def step(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Run `tokens` behind each buffer and write their KV there; returns the last logits, `(rows, vocabulary)`."""
-        ids, places = [], []
-        for buffer, row in zip(buffers, tokens, strict=True):
-            buffer.blank(buffer.length + len(row), buffer.capacity)
-            missing = self._width - len(row)
-            ids.append([*row, *[row[-1]] * missing])
-            places.append([*range(buffer.length, buffer.length + len(row)), *[buffer.length + len(row) - 1] * missing])
-        self._inputs.copy_(torch.tensor([ids, places]))
-        self._await()
-        if self.replay is not None:
-            logits = self.replay().clone()
-        else:
-            logits = self._compute().clone()
-            self._passes += 1
-            if self._record is not None and self._passes >= PLAIN_PASSES:
-                self._keep(self._record)
-        for buffer, row in zip(buffers, tokens, strict=True):
-            buffer.passed(buffer.length + len(row))
-        return logits
-
-    def _await(self) -> None:
-        """Let the pass wait for KV that is on its way from the host."""
-        arriving = [layer for layer in chain(*self._layers) if layer.arrivals]
-        if not arriving or not self._gates:
-            for layer in arriving:
-                layer.arrive()
-            return
-        torch.cuda.current_stream().synchronize()  # No pass still waits for these events.
-        with torch.cuda.stream(_relay(self._inputs.device)):
-            for layer, gate in zip(self._layers[0], self._gates, strict=True):
-                layer.arrive()
-                gate.record()
-
-    def _keep(self, record: Record) -> None:
-        """Record the pass, right behind a plain one of this thread, for which libraries prepared what they need."""
-        try:
-            self.replay = record(self._compute)
-        except Exception as error:  # whatever CUDA or a model raises
-            if is_out_of_memory(error):
-                raise
-            self._record = None
-            logger.warning("Passes are not recorded: %s", str(error).partition("\n")[0])
-
-    def _compute(self) -> Tensor:
-        """One pass. It takes no number from the host that changes between passes."""
-        self._biases = {
-            sees: [self._bias(row, layers[0], sees) for row, layers in enumerate(self._layers)]
-            for sees in set(self._sees)
-        }
-        output = self._model(
-            input_ids=self._ids,
-            position_ids=self._positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            kp_attend=self._attend,
-            **self._options,
-        )
-        logits: Tensor = output.logits[:, -1]
-        return logits
-
-    def _bias(self, row: int, layer: BufferLayer, sees: Sees) -> Tensor:
-        """The mask of the new tokens of a row over all its buffer has room for, `(width, capacity)`."""
-        keys, _ = layer.memory
-        places, positions = torch.arange(keys.shape[2], device=keys.device), self._positions[row, :, None]
-        visible = places <= positions
-        if sees.window:
-            is_chunk = sees.is_chunked
-            visible &= places >= (positions // sees.window * sees.window if is_chunk else positions - sees.window + 1)
-        return torch.zeros(visible.shape, device=keys.device).masked_fill_(~visible, -torch.inf)
-
-    def _attend(
-        self, layer: int, query: Tensor, _key: Tensor, _value: Tensor, scale: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        """Attention of `query`, `(rows, heads, width, head_dim)`, of each row over its own buffer."""
-        biases = self._biases[self._sees[layer]]
-        if self._gates:
-            self._gates[layer].wait()
-        outputs = [
-            by_products(query[row : row + 1], *layers[layer].memory, biases[row], scale, sinks)
-            for row, layers in enumerate(self._layers)
-        ]
-        return torch.cat(outputs)
-
-
-@cache
-def _relay(device: torch.device) -> torch.cuda.Stream:
-    """A stream that waits for copies, and tells the events of a recorded pass, which cannot wait for copies itself."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _gates(device: torch.device, layers: int) -> list[torch.cuda.Event]:
-    """Events that a recorded pass waits for whenever it is replayed; none without CUDA, or with an older torch."""
-    if device.type != "cuda" or "external" not in signature(torch.cuda.Event.__new__).parameters:
-        return []
-    events = [
-        torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
-        for _ in range(layers)
-    ]
-    for event in events:
-        event.record()
-    return events

@@ -38,8 +38,8 @@ class Model(Protocol):
     """See `Engine.lacks`; the engine has all other capabilities."""
 
     @property
-    def record(self) -> object | None:
-        """What records short passes, if they are replayed; the step of a single answer is then one of `rows`, too."""
+    def replays(self) -> object | None:
+        """Recorded short passes, if there are any; the step of a single answer is then one of `rows`, too."""
 
     @property
     def rope(self) -> Rope:

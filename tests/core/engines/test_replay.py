@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kp_core import load_engine
-from kp_core.engines.hf.rows import PLAIN_PASSES, ReplayedRows
+from kp_core.engines.hf.replay import PLAIN_PASSES, ReplayedRows
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.parity.families import model_of
@@ -109,12 +109,12 @@ def test_replayed_rows_are_plain_ones(kind):
 def test_answers_are_the_same_alone_and_together():
     engine, record = model_with_rows("llama"), Recorder()
     model = engine.engine.model
-    assert model.record is None  # A CPU has no graphs.
+    assert model.replays is None  # A CPU has no graphs.
     asked = [f"How many boats are in harbour {number}?" for number in range(4)]
     plain = [engine.generate(text, max_tokens=40, logprobs=True) for text in asked]
     expected = [answer.token_ids for answer in plain]
     model.use_replay(record)
-    assert model.record is record
+    assert model.replays.record is record
     assert model.batches
     for at_once in (1, 4):
         engine.clear_cache()
@@ -134,10 +134,10 @@ def test_answers_are_the_same_alone_and_together():
             recorded = record.recorded
             list(pool.map(lambda text: engine.generate(text, max_tokens=40), asked))
     assert record.recorded - recorded < 4
-    assert model._together
+    assert model.replays._together
     engine.clear_cache()
     gc.collect()
-    assert not model._together
+    assert not model.replays._together
     # What was decoded so is reused as any other KV.
     engine.generate(asked[0], max_tokens=40)
     again = engine.generate(asked[0], max_tokens=40)
@@ -175,7 +175,7 @@ def test_a_model_that_cannot_be_recorded_decodes_plainly_and_says_why(monkeypatc
     expected = engine.generate("How many boats?", max_tokens=8).token_ids
     with caplog.at_level(logging.WARNING, logger="kp_core"):
         engine.engine.model.use_replay(record)
-    assert engine.engine.model.record is None
+    assert engine.engine.model.replays is None
     assert "are not recorded: " in caplog.text
     assert engine.generate("How many boats?", max_tokens=8).token_ids == expected
     assert record.replayed == 0
@@ -191,7 +191,7 @@ def test_a_record_that_does_not_read_its_input_again_is_not_used(dtype, caplog):
 
     with caplog.at_level(logging.WARNING, logger="kp_core"):
         engine.engine.model.use_replay(frozen)
-    assert engine.engine.model.record is None
+    assert engine.engine.model.replays is None
     assert "they give other logits" in caplog.text
 
 
@@ -204,7 +204,7 @@ def test_a_step_that_stops_being_recordable_goes_on_plainly(monkeypatch, caplog)
     def fails(step):
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
-    model.record = fails
+    model.replays.record = fails
     with caplog.at_level(logging.WARNING, logger="kp_core"):
         assert engine.generate("How many boats?", max_tokens=8).token_ids == expected
     assert "during capture" in caplog.text

@@ -1,0 +1,250 @@
+"""Replays recorded passes: of decoding, and over short questions.
+
+On a GPU, launching the kernels of a short pass takes longer than computing them, so a recorded pass is replayed by one
+launch. It reads and writes the same memory each time: tokens and positions are in tensors that the host writes before,
+keys and values go to the places that the positions say, and attention reads whole buffers and masks what is not there
+yet. `capturing` records on CUDA. Tests record and replay on the CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from inspect import signature
+from itertools import chain
+from typing import Any, TypeAlias
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from kp_core.engines.hf.attention import Sees, by_products
+from kp_core.engines.hf.rows import cache_of_rows
+from kp_core.engines.local.buffer import BufferLayer, KVBuffer
+from kp_core.engines.local.scheduler import is_out_of_memory
+
+__all__ = ["PLAIN_PASSES", "Record", "ReplayedRows", "Replays", "capturing"]
+
+logger = logging.getLogger(__name__)
+
+Record: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+"""Records a pass. Returns a function that runs the same calls on the same memory again, and returns the same tensor."""
+
+PLAIN_PASSES = 2
+"""A pass is recorded behind so many that ran plainly, since recording takes as long as a pass, and some run once."""
+_NARROWEST, _WIDEST = 32, 128
+"""Tokens of the recorded passes over a question: a power of two between these. Longer passes keep a GPU busy."""
+_MOST_TOGETHER = 32  # Groups of answers whose steps are kept. Each takes some megabytes.
+
+
+class Replays:
+    """The recorded passes of a model, each kept as long as its buffers.
+
+    `record` records them, of the layers' `sees`; `options` go to each pass.
+    """
+
+    def __init__(self, model: Any, sees: Sequence[Sees], record: Record, **options: Any) -> None:  # noqa: ANN401
+        self._model, self._sees, self.record, self._options = model, sees, record, options
+        self._together: dict[tuple[int, ...], ReplayedRows] = {}
+        """Steps of several answers, by the ids of their buffers. The least recently used are first."""
+
+    def question(self, buffer: KVBuffer, tokens: int) -> ReplayedRows | None:
+        """The pass over `tokens` new tokens of `buffer`, which keeps it; `None` for more tokens than are recorded."""
+        if tokens > _WIDEST:
+            return None
+        width = 1 if tokens == 1 else max(_NARROWEST, 1 << (tokens - 1).bit_length())
+        kept = buffer.recorded.get(width)
+        if not isinstance(kept, ReplayedRows):
+            kept = buffer.recorded[width] = self._new([buffer], width)
+        return kept
+
+    def rows(self, buffers: Sequence[KVBuffer]) -> Callable[[Sequence[int]], Tensor]:
+        """See `Model.rows`."""
+        # Later answers get the same buffers in another order.
+        order = sorted(range(len(buffers)), key=lambda at: id(buffers[at]))
+        ordered, places = [buffers[at] for at in order], [order.index(at) for at in range(len(order))]
+        replayed = (self.question(buffers[0], 1) if len(buffers) == 1 else None) or self._of(ordered)
+        return lambda tokens: replayed.step(ordered, [[tokens[at]] for at in order])[places]
+
+    def _of(self, buffers: Sequence[KVBuffer]) -> ReplayedRows:
+        names = tuple(map(id, buffers))
+        replayed = self._together.pop(names, None)
+        if replayed is None:
+            replayed = self._new(buffers)
+            for buffer in buffers:
+                finalize(buffer, self._forget, id(buffer))
+        self._together[names] = replayed
+        for oldest in [*self._together][:-_MOST_TOGETHER]:
+            del self._together[oldest]
+        return replayed
+
+    def _new(self, buffers: Sequence[KVBuffer], width: int = 1) -> ReplayedRows:
+        return ReplayedRows(self._model, buffers, self._sees, self.record, width, **self._options)
+
+    def _forget(self, buffer: int) -> None:
+        """Drop the steps over a buffer, by its id, when it is freed."""
+        for names in [*self._together]:
+            if buffer in names:
+                self._together.pop(names, None)
+
+
+class ReplayedRows:
+    """Runs up to `width` new tokens behind each of some buffers, by a pass that `record` records, if given.
+
+    A row with fewer tokens repeats its last one, at the same place. A pass reads all that the buffers have room for,
+    and is recorded once for them. It does not hold the buffers, which may hold it (`KVBuffer.recorded`). A pass that
+    cannot be recorded runs plainly, and its reason is logged.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401
+        buffers: Sequence[KVBuffer],
+        sees: Sequence[Sees],
+        record: Record | None,
+        width: int = 1,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        self._model, self._options, self._sees, self._width = model, options, sees, width
+        self._layers = [buffer.layers for buffer in buffers]
+        self._record = record
+        self.replay: Callable[[], Tensor] | None = None
+        """The recorded pass."""
+        self._inputs = torch.zeros(2, len(buffers), width, dtype=torch.long, device=buffers[0].layers[0].keys.device)
+        self._ids, self._positions = self._inputs
+        self._biases: dict[Sees, list[Tensor]] = {}
+        self._cache = cache_of_rows(buffers, places=self._positions)
+        self._passes = 0
+        # A step of decoding never finds KV on its way.
+        self._gates = _gates(self._inputs.device, len(sees)) if width > 1 and len(buffers) == 1 else []
+        """Per layer, an event that a pass waits for, so that it can begin before the KV of all layers has arrived."""
+
+    @torch.inference_mode()
+    def step(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Run `tokens` behind each buffer and write their KV there; returns the last logits, `(rows, vocabulary)`."""
+        ids, places = [], []
+        for buffer, row in zip(buffers, tokens, strict=True):
+            buffer.blank(buffer.length + len(row), buffer.capacity)
+            missing = self._width - len(row)
+            ids.append([*row, *[row[-1]] * missing])
+            places.append([*range(buffer.length, buffer.length + len(row)), *[buffer.length + len(row) - 1] * missing])
+        self._inputs.copy_(torch.tensor([ids, places]))
+        self._await()
+        if self.replay is not None:
+            logits = self.replay().clone()
+        else:
+            logits = self._compute().clone()
+            self._passes += 1
+            if self._record is not None and self._passes >= PLAIN_PASSES:
+                self._keep(self._record)
+        for buffer, row in zip(buffers, tokens, strict=True):
+            buffer.passed(buffer.length + len(row))
+        return logits
+
+    def _await(self) -> None:
+        """Let the pass wait for KV that is on its way from the host."""
+        arriving = [layer for layer in chain(*self._layers) if layer.arrivals]
+        if not arriving or not self._gates:
+            for layer in arriving:
+                layer.arrive()
+            return
+        torch.cuda.current_stream().synchronize()  # No pass still waits for these events.
+        with torch.cuda.stream(_relay(self._inputs.device)):
+            for layer, gate in zip(self._layers[0], self._gates, strict=True):
+                layer.arrive()
+                gate.record()
+
+    def _keep(self, record: Record) -> None:
+        """Record the pass, right behind a plain one of this thread, for which libraries prepared what they need."""
+        try:
+            self.replay = record(self._compute)
+        except Exception as error:  # whatever CUDA or a model raises
+            if is_out_of_memory(error):
+                raise
+            self._record = None
+            logger.warning("Passes are not recorded: %s", str(error).partition("\n")[0])
+
+    def _compute(self) -> Tensor:
+        """One pass. It takes no number from the host that changes between passes."""
+        self._biases = {
+            sees: [self._bias(row, layers[0], sees) for row, layers in enumerate(self._layers)]
+            for sees in set(self._sees)
+        }
+        output = self._model(
+            input_ids=self._ids,
+            position_ids=self._positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            kp_attend=self._attend,
+            **self._options,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _bias(self, row: int, layer: BufferLayer, sees: Sees) -> Tensor:
+        """The mask of the new tokens of a row over all its buffer has room for, `(width, capacity)`."""
+        keys, _ = layer.memory
+        places, positions = torch.arange(keys.shape[2], device=keys.device), self._positions[row, :, None]
+        visible = places <= positions
+        if sees.window:
+            is_chunk = sees.is_chunked
+            visible &= places >= (positions // sees.window * sees.window if is_chunk else positions - sees.window + 1)
+        return torch.zeros(visible.shape, device=keys.device).masked_fill_(~visible, -torch.inf)
+
+    def _attend(
+        self, layer: int, query: Tensor, _key: Tensor, _value: Tensor, scale: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        """Attention of `query`, `(rows, heads, width, head_dim)`, of each row over its own buffer."""
+        biases = self._biases[self._sees[layer]]
+        if self._gates:
+            self._gates[layer].wait()
+        outputs = [
+            by_products(query[row : row + 1], *layers[layer].memory, biases[row], scale, sinks)
+            for row, layers in enumerate(self._layers)
+        ]
+        return torch.cat(outputs)
+
+
+def capturing(device: torch.device) -> Record:
+    """Captures passes as CUDA graphs, which share their memory: only one pass runs at a time.
+
+    It raises what CUDA raises if a pass needs the host, `RuntimeError` most often.
+    """
+    first = torch.cuda.CUDAGraph()  # While there is one graph, its pool of memory stays.
+    with torch.cuda.graph(first):
+        torch.zeros(1, device=device)
+
+    def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate memory meanwhile.
+        with torch.cuda.graph(graph, pool=first.pool(), capture_error_mode="thread_local"):
+            output = step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+    return captured
+
+
+@cache
+def _relay(device: torch.device) -> torch.cuda.Stream:
+    """A stream that waits for copies, and tells the events of a recorded pass, which cannot wait for copies itself."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _gates(device: torch.device, layers: int) -> list[torch.cuda.Event]:
+    """Events that a recorded pass waits for whenever it is replayed; none without CUDA, or with an older torch."""
+    if device.type != "cuda" or "external" not in signature(torch.cuda.Event.__new__).parameters:
+        return []
+    events = [
+        torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+        for _ in range(layers)
+    ]
+    for event in events:
+        event.record()
+    return events
