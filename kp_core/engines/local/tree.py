@@ -462,8 +462,12 @@ class PrefixTree:
             self._age[node] = None
             self.host_nbytes -= nbytes
             self.nbytes += nbytes
-            for child in node.below:  # After a split in host memory.
-                self._compact(child, old)
+            parts = [*node.below]
+            while parts:  # After splits in host memory.
+                part = parts.pop()
+                if part.serial == node.serial:
+                    parts += part.below
+                    self._compact(part, old)
 
     def _release_storage(self, victim: Node, kv: KVTensors | None) -> None:
         """Copy the KV of the ancestors that share memory with `kv` of `victim`, so that the memory of `kv` is freed."""
