@@ -436,9 +436,10 @@ class PrefixTree:
 
     def _drop(self, node: Node) -> bool:
         """Drop a node and what is below it, except what is pinned or in use. Returns whether the node was dropped."""
-        for child in list(node.below):
-            self._drop(child)
+        dropped = [child for child in list(node.below) if self._drop(child)]
         if node.children or node.pins or node.users or node.parent is None:
+            for child in dropped:
+                self._release_storage(child, child.kv)
             return False
         if node in self._cold:
             del self._cold[node]
@@ -462,8 +463,9 @@ class PrefixTree:
             self._age[node] = None
             self.host_nbytes -= nbytes
             self.nbytes += nbytes
+            self._release_storage(node, old)
             parts = [*node.below]
-            while parts:  # After splits in host memory.
+            while parts:  # After splits in host memory, the parts below share memory with it, too.
                 part = parts.pop()
                 if part.serial == node.serial:
                     parts += part.below

@@ -215,7 +215,8 @@ def test_threads_share_one_tree():
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(prompts, max_size=12), st.integers(0, 12), st.sampled_from([0, 3, 8, 20, 10**6]))
-@example([(2, *[1] * 6), (2, 1, 2), (1,) * 4, (2, 2, *[1] * 5)], 6, 3)  # One of three parts comes back.
+@example([(2, *[1] * 6), (2, 1, 2), (1,) * 4, (2, 2, *[1] * 5)], 6, 3)  # The first of three parts comes back.
+@example([(2, 1, 2, 2, 2, 1, 1, 1), (2, 1, 2, 2, 1, 1), (1,), (2, 1, 2, *[1] * 4)], 6, 20)  # The second does.
 def test_what_the_device_evicts_is_in_host_memory(known, room, host):
     """It is found and comes back, within both budgets, and no node holds memory that another one gave up."""
     tree, inserted = PrefixTree(8 * room, host_bytes=8 * host), {}
