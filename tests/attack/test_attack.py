@@ -68,6 +68,7 @@ def test_what_hangs_is_given_up(tmp_path, monkeypatch):
     assert run("planted", 0, tmp_path, numbers=range(1)).hung == 1
 
 
+@pytest.mark.slow
 def test_the_long_run_prints_a_table(tmp_path, capfd):
     code = main(["--only", "handles", "--minutes", "0.001", "--seed", "3", "--json", str(tmp_path / "out.json")])
     figures = json.loads((tmp_path / "out.json").read_text())

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from kp_core import Calibration
 from tests.cli.conftest import as_json
 
@@ -18,6 +20,7 @@ def write(path: Path, rows: list[dict[str, object]]) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_auto_chooses_by_what_was_measured(kp: Kp, bank: Path, tmp_path: Path) -> None:
     asked = [{"question": f"Which island is number {at}?"} for at in range(19)]
     given = {"question": "Which is green?", "answer": "Iru", "passages": ["Iru is green.", "Red."], "kind": "own"}

@@ -227,6 +227,7 @@ def test_chat_looks_where_it_is_told_to(kp: Kp, bank: Path, at_once: None, typed
     assert (code, "expected JSON" in err) == (1, True)
 
 
+@pytest.mark.slow
 def test_chat_forgets_the_oldest_question_when_the_model_can_read_no_more(
     kp: Kp, bank: Path, once: None, typed: Callable[..., None]
 ) -> None:

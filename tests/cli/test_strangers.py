@@ -220,7 +220,7 @@ def test_an_embedding_function_that_cannot_be_reached_is_said_in_one_line(kp: Kp
         ("ask", "notes", QUESTION, "--steering", "formal.st"),
         ("steer", "calibrate", "formal", "--questions", "formal.st"),
         ("build", "new", "formal.st"),
-        ("packet", "train", "formal.st", "-o", "w"),
+        pytest.param(("packet", "train", "formal.st", "-o", "w"), marks=pytest.mark.slow),
         ("play", "formal.st"),
     ],
 )

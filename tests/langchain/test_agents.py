@@ -120,6 +120,7 @@ def test_a_model_absorbs_without_a_middleware(chat_engine, store, pages):
     assert len(set(sent)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
 def test_the_text_agent_grows(model):
     steps = Steps(6)
@@ -165,6 +166,7 @@ def test_packs_in_place_are_the_prompts_and_calls_of_text(model, pages):
     assert packs.sent[-1][1] > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
 def test_over_turns_a_compacted_prompt_grows_by_words_and_not_by_searches(model, pages):
     growths = []

@@ -46,7 +46,8 @@ def read_packs(path: str, rounds: int) -> None:
     sys.exit(0 if seen >= rounds else "the writers wrote nothing")
 
 
-@pytest.mark.parametrize("max_bytes", [pytest.param(None, marks=pytest.mark.slow), 40_000])
+@pytest.mark.slow
+@pytest.mark.parametrize("max_bytes", [None, 40_000])
 def test_processes_share_a_store(tmp_path, max_bytes):
     """Two writers and two readers, on a store that does not exist yet; with a quota, KV also goes while it is read."""
     context = multiprocessing.get_context("spawn")

@@ -42,6 +42,7 @@ def test_the_benchmark_runs_every_section(tmp_path, capsys, monkeypatch):
     assert answers.read_text() == held
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_both_channels_counts_what_was_said(tmp_path, monkeypatch):
     pytest.importorskip("textstat")
     from benchmarks import dual
@@ -72,6 +73,7 @@ def test_the_benchmark_of_both_channels_counts_what_was_said(tmp_path, monkeypat
     assert (figures["pack:0"]["changed"], figures["system:0.7"]["changed"]) == (0, 1)
 
 
+@pytest.mark.slow
 def test_both_channels_are_answered_in_batches_as_one_by_one(tmp_path, monkeypatch):
     pytest.importorskip("textstat")
     from benchmarks import dual
@@ -145,6 +147,7 @@ def test_programs_are_read_out_of_answers():
     assert (defensive(bare), defensive(guarded), defensive(f"{guarded}\n{bare}"), defensive("no")) == (0, 3, 1.5, 0)
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_code_compares_both_with_each(tmp_path, monkeypatch):
     pytest.importorskip("textstat")
     from benchmarks import programs
@@ -175,6 +178,7 @@ def test_the_code_of_the_page_runs(monkeypatch):
     assert names["engine"].build_pack("The sun is a star.").steer(names["formal"]).steering == 0.7 * names["formal"]
 
 
+@pytest.mark.slow
 def test_the_cookbook_tells_its_story(capsys, monkeypatch):
     monkeypatch.setattr("kp_core.load_engine", lambda **_: tiny_engine())
     cookbook(["--tokens", "6"])
