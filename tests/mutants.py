@@ -50,6 +50,19 @@ FAULTS = (
         "shared = max(tiles, common",
         f"{_ENGINES}/test_scheduler.py",
     ),
+    Fault(
+        "kp_core/engines/hf/replay.py",
+        "buffer.blank(buffer.length + len(row), buffer.capacity)",
+        "pass",
+        f"{_ENGINES}/test_replay.py",
+    ),
+    Fault(
+        "kp_core/engines/hf/replay.py",
+        "visible = places <= positions",
+        "visible = places < positions",
+        f"{_ENGINES}/test_replay.py",
+    ),
+    Fault("kp_core/engines/local/tree.py", "self._release_storage(node, old)", "pass", f"{_ENGINES}/test_tree.py"),
     Fault("kp_core/engines/hf/rows.py", "ends % TILE,", "(ends + 1) % TILE,", f"{_ENGINES}/test_scheduler.py"),
     Fault("kp_core/engines/local/buffer.py", "side[:, :, stop:end] = 0", "pass", f"{_ENGINES}/test_attention.py"),
     Fault(

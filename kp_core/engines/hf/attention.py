@@ -47,6 +47,7 @@ _HALF, _STEP = TILE // 2, 32
 """Of a tile of which a row sees at most `_HALF` keys, only these are read, in steps of `_STEP` (`keys_to_read`)."""
 
 _ALIGNED = 16  # Elements.
+_KEPT = 1 << 22  # Elements of the largest mask that is kept after its layer.
 _GIVES_FLOAT32 = hasattr(torch.ops.aten.bmm, "dtype")  # Newer versions of torch give sums unrounded, on CUDA.
 
 _sdpa = nn.functional.scaled_dot_product_attention
@@ -306,7 +307,8 @@ def _by_mask(  # noqa: PLR0913
     if sinks is None and sees_all and new in (1, stop):
         return _sdpa(query, key, value, is_causal=new > 1, scale=scale, enable_gqa=True)
     at = positions if isinstance(positions, range) else tuple(positions)
-    bias = _bias(at, sees, query.dtype, query.device, is_inference=torch.is_inference_mode_enabled())
+    bias_of = _kept_bias if torch.is_inference_mode_enabled() and new * stop <= _KEPT else _bias
+    bias = bias_of(at, sees, query.dtype, query.device)
     heads, width = query.shape[1], query.shape[3]
     if sinks is not None:
         return by_products(query, key, value, bias, scale, sinks)
@@ -353,15 +355,11 @@ def _takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-@lru_cache(2)  # All layers of a pass share them, and a model may have layers with windows and without.
-def _bias(
-    positions: range | tuple[int, ...], sees: Sees, dtype: torch.dtype, device: torch.device, *, is_inference: bool
-) -> Tensor:
+def _bias(positions: range | tuple[int, ...], sees: Sees, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The additive mask of tokens at `positions` over all keys up to the last of them, `(new, tokens)`.
 
-    Tensors made in inference mode (`is_inference`) have no gradients. Rows are aligned as CUDA's kernels want them.
+    Rows are aligned as CUDA's kernels want them.
     """
-    del is_inference
     stop = positions[-1] + 1
     room = -(-stop // _ALIGNED) * _ALIGNED
     keys, rows = torch.arange(room, device=device), torch.tensor(list(positions), device=device)[:, None]
@@ -370,6 +368,9 @@ def _bias(
         visible &= keys >= torch.tensor([sees.first(at) for at in positions], device=device)[:, None]
     bias = torch.zeros(len(positions), room, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
     return bias[:, :stop]
+
+
+_kept_bias = lru_cache(2)(_bias)  # All layers of a pass share it. A model may have layers with windows and without.
 
 
 def _placed(  # noqa: PLR0913
