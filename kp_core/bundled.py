@@ -96,8 +96,11 @@ def check_reachable(model: str | Path, revision: str | None = None) -> None:
     try:
         if Path(model).exists() or try_to_load_from_cache(str(model), "config.json", revision=revision):
             return
-    except HFValidationError:  # A path that does not exist; whoever loads it says so.
-        return
+    except HFValidationError as error:  # No name of the hub, so it was meant as a path.
+        raise ModelError(
+            f"There is no file or folder {str(model)!r}, and no model of the hub has such a name. Check the path. "
+            "Without a model's name, the bundled one is loaded."
+        ) from error
     hub = urlsplit(constants.ENDPOINT)
     door = urlsplit(getproxies().get(hub.scheme) or constants.ENDPOINT)
     if constants.HF_HUB_OFFLINE or not _answers(

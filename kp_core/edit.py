@@ -69,7 +69,8 @@ def amend(  # noqa: PLR0913 - the arguments of an edit
     the text, in tokens, the result is that of `squash`. The new pack's `text` includes the errata; `current_text`
     applies them. Raises `PackError` if `old` is not found or found twice, for an empty `new`, and as `rebuild`.
     """
-    edits, base = pack.edits, _base(pack)
+    base = _base(pack)
+    edits = pack.edits
     others, correction = _corrected(pack, old, new)
     corrections = list(others)
     if base[correction.start : correction.stop] != correction.new:  # If equal, the field has its original text again.
@@ -237,7 +238,9 @@ def _squashed(
 
 
 def _base(pack: KnowledgePack) -> str:
-    """The text of a pack without its errata."""
+    """The text of a pack without its errata. Raises `PackError` for what is no pack."""
+    if not isinstance(pack, KnowledgePack):
+        raise PackError(f"Got {type(pack).__name__}; expected a pack: `store.get(handle)`.")
     return pack.text[: pack.edits.base] if pack.edits.corrections else pack.text
 
 

@@ -16,6 +16,7 @@ from llama_index.core.chat_engine.types import BaseChatEngine, ChatMode
 from llama_index.core.ingestion import run_transformations
 from llama_index.core.llms import LLM
 from llama_index.core.llms.utils import LLMType
+from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.query_engine.citation_query_engine import CITATION_QA_TEMPLATE, CITATION_REFINE_TEMPLATE
@@ -33,7 +34,7 @@ from kp_core import Embedder, Fact, FactStore, Session
 from kp_core.compiling import open_facts
 from kp_core.delivery import Delivery
 from kp_core.engines.request import CompiledFor, refuse_unknown
-from kp_core.errors import FactError
+from kp_core.errors import FactError, PromptError
 from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
 from kp_llamaindex.llm import KnowledgePackLLM
@@ -172,7 +173,23 @@ class KnowledgePackIndex(VectorStoreIndex):
             prompts = {"text_qa_template": CITATION_QA_TEMPLATE, "refine_template": CITATION_REFINE_TEMPLATE}
             numbered = [*settings.get("node_postprocessors", ()), NumberSources()]
             settings = {**prompts, **settings, "node_postprocessors": numbered}
+        elif (template := settings.get("text_qa_template")) and settings.get("content") != "text":
+            self._check_place(template, llm or self.llm)
         return super().as_query_engine(llm or self.llm, **self._readable(llm, settings))
+
+    def _check_place(self, template: BasePromptTemplate, llm: LLMType) -> None:
+        """Say so if packs are compiled for another place than the first node's in prompts of `template`."""
+        if not isinstance(llm, KnowledgePackLLM):
+            return
+        try:
+            place = pack_place(template, llm)
+        except PromptError:  # The place differs from question to question.
+            return
+        if place != self._packing["compiled_for"]:
+            logger.warning(
+                "The packs of this index are compiled for another prompt, and are computed anew in prompts of this "
+                "`text_qa_template`. Give the index `compiled_for=kp_llamaindex.pack_place(template, llm)`."
+            )
 
     def as_chat_engine(
         self, chat_mode: ChatMode = ChatMode.BEST, llm: LLMType | None = None, **settings: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 from kp_core.compose.auto import AutoComposer
@@ -54,6 +55,9 @@ def composer_of(name: str) -> Composer:
     except OptionError:
         raise  # It says which parameter is wrong.
     except (KeyError, TypeError) as error:
+        if method in _NAMED and parameters:
+            known = ", ".join(f"{key}=" for key in signature(_NAMED[method]).parameters) or "none"
+            raise OptionError(f"Got composer={name!r}; the parameters of {method!r} are: {known}.") from error
         raise OptionError(
             f"Got composer={name!r}; expected one of {', '.join(_NAMED)}, with parameters as in "
             "'select:packs=2', 'packet:wrapper=FILE', or a composer of your own with `exact`, `key`, `regions` and "

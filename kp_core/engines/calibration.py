@@ -278,9 +278,10 @@ class Calibrations:
                 )
             elif (worst := min(rows, key=lambda row: row.kept)).kept < AutoComposer().kept:
                 logger.warning(
-                    "Answers with composer %r are not those of all packs: %d of %d questions over %d packs were "
-                    "answered right, %d from their text.",
-                    *(key, worst.right, worst.questions, worst.packs, worst.text_right),
+                    "Answers with composer %r are not those of all packs: of %d questions %d were answered right, and "
+                    "%d from the text of all. It does worst at %r, with %d packs: %d of %d right, %d from text.",
+                    *(key, *(sum(getattr(row, name) for row in rows) for name in ("questions", "right", "text_right"))),
+                    *(worst.kind, worst.packs, worst.right, worst.questions, worst.text_right),
                 )
 
     def _shipped(self) -> Calibration | None:

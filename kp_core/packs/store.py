@@ -574,10 +574,10 @@ class PackStore(Packs):
         self._write_text(handle, pack.text)
         if not self._replace(handle, encode_pack(pack), seen):
             return self._read(handle)  # Another writer was faster.
-        intact = "text and token ids" if pack.fingerprint != ModelFingerprint.unknown() else "text"
+        intact = "text and token ids are" if pack.fingerprint != ModelFingerprint.unknown() else "text is"
         _warn(
-            f"The pack {handle} is damaged: {damage} Its {intact} are intact; its KV is lost. "
-            f"Set aside: {', '.join(aside) or 'nothing'}."
+            f"The pack {handle} is damaged: {damage} Its {intact} intact; its KV is lost, and is computed at each use "
+            f"until the pack is built again. Set aside: {', '.join(aside) or 'nothing'}."
         )
         return pack
 

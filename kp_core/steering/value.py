@@ -372,7 +372,9 @@ _ENVELOPE = Envelope("knowledge-pack-steering", "steering", ("2", "3"))  # The v
 
 
 def save_steering(steering: Steering, path: str | Path) -> Path:
-    """Write `steering` to `path` atomically, replacing an existing file."""
+    """Write `steering` to `path` atomically, replacing an existing file. Raises `SteeringError` for anything else."""
+    if not isinstance(steering, Steering):
+        raise SteeringError(f"Got {type(steering).__name__}; expected `save_steering(steering, path)`.")
     return _ENVELOPE.save(path, *_content(steering))
 
 

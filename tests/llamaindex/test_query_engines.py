@@ -1,7 +1,7 @@
 """LlamaIndex's query engines and chat engines: packs answer as text does, in fewer calls."""
 
 import pytest
-from llama_index.core import Settings
+from llama_index.core import PromptTemplate, Settings
 from llama_index.core.chat_engine import CondensePlusContextChatEngine
 from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
@@ -13,7 +13,7 @@ from llama_index.core.tools import QueryEngineTool, ToolMetadata
 
 from kp_core import MemoryFactStore, PackStore, find_handles, load_engine
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
-from kp_llamaindex import KnowledgePackIndex, KnowledgePackLLM
+from kp_llamaindex import KnowledgePackIndex, KnowledgePackLLM, pack_place
 from tests.llamaindex.conftest import QUESTION, LetterEmbedder
 
 MODES = [
@@ -150,3 +150,28 @@ def test_sixty_nodes_in_one_call(usages, store, embedder):
     usages.clear()
     index.as_query_engine(similarity_top_k=60, content="text").query(question)
     assert len(usages) > 1
+
+
+def test_packs_for_another_prompt_are_said_to_be_computed_anew(store, caplog, usages):
+    """Compiled for the prompt of the engine, the pack of the first node is read from the store."""
+    template = PromptTemplate("{context_str}\n\nQuestion: {query_str}\nAnswer:")
+    nodes = [TextNode(text=f"Pier {number} has {number} boats and no cranes at all.") for number in range(3)]
+    reused = []
+    for place in (None, "own"):
+        engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(CHATML), cache_bytes=20_000_000)
+        llm = KnowledgePackLLM(engine=engine, store=store, namespaces=["default"], max_tokens=4)
+        made = KnowledgePackIndex.from_nodes(
+            nodes,
+            engine=engine,
+            store=store,
+            fact_store=MemoryFactStore(LetterEmbedder()),
+            llm=llm,
+            compiled_for=place and pack_place(template, llm),
+            progress=False,
+        )
+        engine.clear_cache()
+        caplog.clear()
+        made.as_query_engine(similarity_top_k=1, text_qa_template=template).query("How many boats?")
+        reused.append(usages[-1]["reused_tokens"])
+        assert ("compiled_for=kp_llamaindex.pack_place" in caplog.text) == (place is None)
+    assert reused[0] < 20 < reused[1]

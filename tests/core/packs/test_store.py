@@ -320,7 +320,7 @@ def test_the_text_is_taken_from_an_entry_beside_when_all_else_is_damaged(store):
     path, text = files_of(store, handle)
     path.write_bytes(b"junk")
     text.unlink()
-    with pytest.warns(PackCorruptWarning, match="text are intact"):
+    with pytest.warns(PackCorruptWarning, match="text is intact"):
         assert store.get(handle).text == first.text
     assert text.read_text() == first.text
     assert same(store.get(handle, second.key), second)

@@ -394,6 +394,8 @@ def test_the_default_strength_is_lower_beside_knowledge_and_what_was_calibrated_
 def test_a_saved_steering_comes_back_the_same(tmp_path, method):
     measured = {"coherent": (-math.inf, 1.5), "recommended": (1.5, 0.3), "provenance": {"name": "förmal"}}
     steering = replace(steering_of(tiny_engine(), method), **measured)
+    with pytest.raises(SteeringError, match=r"Got str; expected `save_steering\(steering, path\)`"):
+        save_steering("formal.steering", steering)
     path = save_steering(steering, tmp_path / "new" / "formal.steering")
     back = load_steering(path)
     assert back == steering
