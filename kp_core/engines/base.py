@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -65,6 +68,7 @@ class TokenStream:
         """When a long prefill must end early, with the finish `"cancelled"` and no token. The session sets it before it
         reads the first token, and checks it itself after each token."""
         self._tokens = tokens(self)
+        _streams.add(self)
 
     def __iter__(self) -> TokenStream:
         return self
@@ -77,6 +81,17 @@ class TokenStream:
         close = getattr(self._tokens, "close", None)
         if close is not None:
             close()
+
+
+_streams: WeakSet[TokenStream] = WeakSet()
+
+
+@atexit.register
+def _close_streams() -> None:
+    """Close abandoned streams while the modules that they need are still there."""
+    for stream in [*_streams]:
+        with suppress(ValueError):  # Another thread reads it.
+            stream.close()
 
 
 @runtime_checkable

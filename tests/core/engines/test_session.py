@@ -1,5 +1,7 @@
 """Sessions on engines of any kind, plans, and background work."""
 
+import subprocess
+import sys
 import threading
 from collections import Counter
 from dataclasses import fields, replace
@@ -337,3 +339,20 @@ def test_a_pack_of_another_kind_of_processor_is_computed_anew_and_stored_beside_
     engine.clear_cache()
     assert engine.prefill(question, view=view).usage.reused_tokens >= len(made.token_ids)
     assert "computed anew" not in caplog.text
+
+
+_ABANDONED = """
+import sys
+from kp_core import load_engine
+from kp_core.testing import tiny_model, tiny_tokenizer
+stream = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer()).stream("Hello?", max_tokens=50)
+def kept():
+    yield from stream
+sys.modules["kept"] = held = kept()
+next(held)
+"""
+
+
+def test_a_process_may_end_while_a_stream_is_open():
+    done = subprocess.run([sys.executable, "-c", _ABANDONED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
