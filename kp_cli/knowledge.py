@@ -393,6 +393,9 @@ def _ingested(report: Mapping[str, Any]) -> str:
     """The result of `_ingest` as text for people."""
     added, stored, skipped = report["added"], report["duplicates"], len(report["skipped"])
     lines = [f"Facts added: {added}; already stored: {stored}; rows skipped: {skipped}."]
+    if not (added or stored or skipped):
+        lines.append("Nothing was found there. JSON lines, CSV, text, Markdown, Word, PDF and")
+        lines.append("HTML are read; `kp build --help` says more.")
     if corrected := report["superseded"]:
         ids = ", ".join(corrected[:_SHOWN]) + (", …" if len(corrected) > _SHOWN else "")
         lines.append(f"Corrected in the collection earlier, and left as they are: {ids}.")

@@ -231,3 +231,10 @@ def test_a_file_that_is_not_there_is_named_in_one_line(kp: Kp, tmp_path: Path, c
     one_line(kp(*command), "There is no file formal.st. Did you mean formal?")
     one_line(kp("steer", "show", "nothing"), "There is no file nothing. `kp steer make PAIRS -o FILE` makes one.")
     one_line(kp("steer", "show", "."), ". is a folder, not a file")
+
+
+def test_a_folder_without_anything_to_read_says_so(kp: Kp, tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    code, out, _ = kp("build", "new", str(tmp_path / "none"))
+    assert (code, "Nothing was found there." in out) == (0, True)
+    assert all(len(line) <= 80 for line in out.splitlines())
