@@ -311,9 +311,13 @@ class Planner:
             request.keep == "always",
         )
         if learn:
-            missing = (part for part in kept.keys if not kept.has(*part))
+            missing = [part for part in kept.keys if not kept.has(*part)]
+            # KV in memory was met, too, if only as text: a document goes as text until its pack is compiled.
+            in_memory = self._found(plan) if missing else 0
             kept.wanted = frozenset(
-                part for part in missing if request.keep == "always" or self._was_met(kept.keys[part])
+                (start, stop)
+                for start, stop in missing
+                if request.keep == "always" or self._was_met(kept.keys[start, stop]) or stop <= in_memory
             )
         # A wrapped pack is compiled once and kept then, under every policy except `never`.
         kept.keys |= self._wrapped_keys(plan)
