@@ -237,7 +237,7 @@ def test_a_reader_that_pauses_holds_nobody_up():
 class Plain:
     """A model that computes nothing, and notes what it was asked for."""
 
-    device, record = torch.device("cpu"), None
+    replays = None
 
     def __init__(self, *, batches=True):
         self.batches, self.log = batches, []
@@ -386,10 +386,12 @@ def test_a_stream_of_short_questions_stops_no_answer(monkeypatch):
     with ThreadPoolExecutor(3) as pool:
         jobs = [pool.submit(ask) for _ in range(3)]
         began = time.monotonic()
-        for _ in range(3):
-            scheduler.step(Decoding(None), 1)
-        took = time.monotonic() - began
-        stop.set()
+        try:
+            for _ in range(3):
+                scheduler.step(Decoding(None), 1)
+        finally:
+            took = time.monotonic() - began
+            stop.set()
         for job in jobs:
             job.result()
     assert took < 15
