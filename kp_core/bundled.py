@@ -98,8 +98,8 @@ def check_reachable(model: str | Path, revision: str | None = None) -> None:
             return
     except HFValidationError as error:  # No name of the hub, so it was meant as a path.
         raise ModelError(
-            f"There is no file or folder {str(model)!r}, and no model of the hub has such a name. Check the path. "
-            "Without a model's name, the bundled one is loaded."
+            f"Could not load {str(model)!r}: there is no such file or folder, and no model of the hub has such a name. "
+            "Check the path. Without a model's name, the bundled one is loaded."
         ) from error
     hub = urlsplit(constants.ENDPOINT)
     door = urlsplit(getproxies().get(hub.scheme) or constants.ENDPOINT)

@@ -56,8 +56,8 @@ def composer_of(name: str) -> Composer:
         raise  # It says which parameter is wrong.
     except (KeyError, TypeError) as error:
         if method in _NAMED and parameters:
-            known = ", ".join(f"{key}=" for key in signature(_NAMED[method]).parameters) or "none"
-            raise OptionError(f"Got composer={name!r}; the parameters of {method!r} are: {known}.") from error
+            known = ", ".join(f"{key}=" for key in signature(_NAMED[method]).parameters) or "no parameter"
+            raise OptionError(f"Got composer={name!r}; expected {known} for {method!r}.") from error
         raise OptionError(
             f"Got composer={name!r}; expected one of {', '.join(_NAMED)}, with parameters as in "
             "'select:packs=2', 'packet:wrapper=FILE', or a composer of your own with `exact`, `key`, `regions` and "

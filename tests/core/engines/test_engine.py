@@ -361,7 +361,7 @@ def test_other_caches_are_refused_with_the_reason(kind, changes, reason, tmp_pat
 
 
 def test_a_missing_model_is_named(tmp_path):
-    with pytest.raises(ModelError, match="Expected a Hugging Face id"):
+    with pytest.raises(ModelError, match="there is no such file or folder"):
         load_engine(tmp_path / "nothing")
     with pytest.raises(ModelError, match="expected float32"):
         load_engine(dtype="int7")

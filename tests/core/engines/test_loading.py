@@ -498,6 +498,8 @@ def test_models_without_logits_are_refused():
 @pytest.mark.parametrize("name", ["nobody/nothing", "nothing-of-that-name", "a b c", "../x/y/z", ""])
 def test_an_id_that_cannot_be_reached_is_one_line(name, offline):
     for read in (load_engine, identity_of):
-        with pytest.raises(ModelError, match=r"no file or folder|no folder here|Expected a Hugging Face id") as caught:
+        with pytest.raises(
+            ModelError, match=r"no such file or folder|no folder here|Expected a Hugging Face id"
+        ) as caught:
             read(name)
         assert "\n" not in str(caught.value)
