@@ -131,6 +131,7 @@ def overwrite(
     a chain of thought the old value usually wins. The pack is used only with `mismatch="accept"`. Raises as `amend`,
     `PackError` for a pack with errata, `UnsupportedRequestError` if the model's keys cannot be moved.
     """
+    _check(pack)
     if pack.edits.corrections:
         raise PackError(f"The pack {pack.text[:40]!r} has errata, and no field of its own is valid. `squash` it first.")
     text = replaced(pack.text, old, new)
@@ -183,6 +184,7 @@ def replaced(text: str, old: str, new: str) -> str:
 
 def _tokenised(pack: KnowledgePack, text: str, engine: Session, compiled_for: CompiledFor | None) -> tuple[int, ...]:
     """The tokens of `text` at the place that `pack` was compiled for; raises as `rebuild`."""
+    _check(pack)
     if pack.steering is not None:
         raise PackError(f"The pack {pack.text[:40]!r} is steered. Edit the pack it was made from, then steer it again.")
     if pack.is_lazy:
@@ -237,10 +239,15 @@ def _squashed(
     return _compiled(pack, text, token_ids, engine, Edits(edits.root, edits.errata, history=history))
 
 
-def _base(pack: KnowledgePack) -> str:
-    """The text of a pack without its errata. Raises `PackError` for what is no pack."""
+def _check(pack: KnowledgePack) -> None:
+    """Raise `PackError` for what is no pack, such as its handle."""
     if not isinstance(pack, KnowledgePack):
         raise PackError(f"Got {type(pack).__name__}; expected a pack: `store.get(handle)`.")
+
+
+def _base(pack: KnowledgePack) -> str:
+    """The text of a pack without its errata."""
+    _check(pack)
     return pack.text[: pack.edits.base] if pack.edits.corrections else pack.text
 
 

@@ -312,8 +312,11 @@ def test_overwriting_keeps_what_stands_behind_and_says_so(
 )
 def test_what_cannot_be_found_once_is_refused(pack: KnowledgePack, old: str, new: str, said: str) -> None:
     engine = tiny_engine(dtype=pack.kv.dtype, chunk_tokens=16)  # type: ignore[union-attr]
-    with pytest.raises(PackError, match=r"Got str; expected a pack: `store\.get\(handle\)`"):
-        edit.amend("kp:veyl/1", "a", "b", engine)  # type: ignore[arg-type]
+    for change in (edit.amend, edit.overwrite):
+        with pytest.raises(PackError, match=r"Got str; expected a pack: `store\.get\(handle\)`"):
+            change("kp:veyl/1", "a", "b", engine)  # type: ignore[operator]
+    with pytest.raises(PackError, match=r"Got str; expected a pack"):
+        edit.rebuild("kp:veyl/1", "b", engine)  # type: ignore[arg-type]
     for how in ("amend", "overwrite", "rebuild"):
         with pytest.raises(PackError, match=said):
             edit.edit(pack, old, new, engine, how=how)  # type: ignore[arg-type]

@@ -197,7 +197,7 @@ class CausalModel:
         if not logits:
             self._run(self.network.base_model, ids, buffer)
             return None
-        if self.replays is not None and (replayed := self.replays.question(buffer, ids.shape[1])):
+        if self.replays is not None and (replayed := self.replays.alone(buffer, ids.shape[1])):
             return replayed.step([buffer], ids.tolist())
         last_logits: Tensor = self._run(self.network, ids, buffer, **self._keep_last).logits[:, -1]
         return last_logits.clone()

@@ -49,7 +49,7 @@ class Replays:
         self._together: dict[tuple[int, ...], ReplayedRows] = {}
         """Steps of several answers, by the ids of their buffers. The least recently used are first."""
 
-    def question(self, buffer: KVBuffer, tokens: int) -> ReplayedRows | None:
+    def alone(self, buffer: KVBuffer, tokens: int) -> ReplayedRows | None:
         """The pass over `tokens` new tokens of `buffer`, which keeps it; `None` for more tokens than are recorded."""
         if tokens > _WIDEST:
             return None
@@ -64,10 +64,10 @@ class Replays:
         # Later answers get the same buffers in another order.
         order = sorted(range(len(buffers)), key=lambda at: id(buffers[at]))
         ordered, places = [buffers[at] for at in order], [order.index(at) for at in range(len(order))]
-        replayed = (self.question(buffers[0], 1) if len(buffers) == 1 else None) or self._of(ordered)
+        replayed = (self.alone(buffers[0], 1) if len(buffers) == 1 else None) or self._grouped(ordered)
         return lambda tokens: replayed.step(ordered, [[tokens[at]] for at in order])[places]
 
-    def _of(self, buffers: Sequence[KVBuffer]) -> ReplayedRows:
+    def _grouped(self, buffers: Sequence[KVBuffer]) -> ReplayedRows:
         names = tuple(map(id, buffers))
         replayed = self._together.pop(names, None)
         if replayed is None:
