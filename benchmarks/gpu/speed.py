@@ -255,12 +255,13 @@ class _Shape:
         return time.perf_counter() - began
 
     def _several(self, tokens: int) -> None:
-        packs = [self._pack(tokens) for _ in range(_PACKS)]
         row: dict[str, Any] = {"shape": self._name, "packs": _PACKS, "tokens each": tokens}
-        for name, options in {"exact": {}, "splice": {"composer": "splice"}}.items():
-            self._engine.clear_cache()
-            for use in ("first", "again"):
-                row[f"{name}_{use}_s"] = self._ask(packs=packs, **options).usage.ttft_s
+        for _ in range(2):  # In the second round, the process has done all of it once.
+            packs = [self._pack(tokens) for _ in range(_PACKS)]
+            for name, options in {"exact": {}, "splice": {"composer": "splice"}}.items():
+                self._engine.clear_cache()
+                for use in ("first", "again"):
+                    row[f"{name}_{use}_s"] = self._ask(packs=packs, **options).usage.ttft_s
         self._report.add("speed", row)
 
     def _decoding(self, behind: int) -> None:

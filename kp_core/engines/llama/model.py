@@ -141,10 +141,11 @@ class SequenceBuffer(KVBuffer):
         """See `KVBuffer.truncate`."""
         self._context.call(self._truncate, length)
 
-    def append(self, kv: KVTensors) -> None:
+    def append(self, *parts: KVTensors) -> None:
         """See `KVBuffer.append`."""
-        if kv.tokens:
-            self._context.call(self._append, kv)
+        for kv in parts:
+            if kv.tokens:
+                self._context.call(self._append, kv)
 
     def holds(self, kv: KVTensors) -> bool:  # noqa: ARG002 - as `KVBuffer`
         """See `KVBuffer.holds`."""

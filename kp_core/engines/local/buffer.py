@@ -12,6 +12,7 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from math import prod
 from typing import TypeAlias
 
@@ -42,7 +43,7 @@ TILE = 256
 """Positions in one tile of attention (`hf.attention`). Attention reads whole tiles, also where one is partly filled."""
 _IDLE = 2  # Idle buffers that are kept, whatever their size.
 _LOOK_S = 0.05  # How often a waiting request checks its limit, in seconds. Reaching the limit sends no signal.
-Copy: TypeAlias = Callable[[Sequence[Sequence[tuple[Tensor, Tensor]]]], list[Callable[[], None]]]
+Copy: TypeAlias = Callable[[Sequence[KVTensors], Sequence[tuple[Tensor, Tensor]]], list[Callable[[], None]]]
 _LONG_S = 10.0  # Seconds after which a request that waits for memory is logged.
 
 
@@ -251,36 +252,48 @@ class KVBuffer:
             side[:, :, self.length] = token
         self.passed(self.length + 1)
 
-    def append(self, kv: KVTensors) -> None:
-        """Append `kv` to the filled tokens."""
-        if self.holds(kv):
-            self.passed(self.length + kv.tokens)
-        elif self.takes(kv) and self._copy is not None:
-            start, sides = self.length, zip(kv.keys, kv.values, strict=True)
-            places = [[own.narrow(2, start, kv.tokens)[0] for own in layer.memory] for layer in self.layers]
-            pairs = [list(zip(place, side, strict=True)) for place, side in zip(places, sides, strict=True)]
-            for layer, arrival in zip(self.layers, self._copy(pairs), strict=True):
-                layer.arrivals.append(arrival)
-                layer.length = start + kv.tokens
-        else:
-            for layer, key, value in zip(self.layers, kv.keys, kv.values, strict=True):
-                layer.write(key[None], value[None])
-        self._blank = range(self.length, max(self.length, self._blank.stop))
-        self._restore(kv.states)
+    def append(self, *parts: KVTensors) -> None:
+        """Append `parts`, one behind the other, to the filled tokens."""
+        for is_on_host, alike in groupby(parts, self.takes):
+            if is_on_host and self._copy is not None:
+                self._receive([*alike], self._copy)
+                continue
+            for kv in alike:
+                if self.holds(kv):
+                    self.passed(self.length + kv.tokens)
+                    continue
+                for layer, key, value in zip(self.layers, kv.keys, kv.values, strict=True):
+                    layer.write(key[None], value[None])
+        if parts:
+            self._blank = range(self.length, max(self.length, self._blank.stop))
+            self._restore(parts[-1].states)
+
+    def _receive(self, parts: Sequence[KVTensors], copy: Copy) -> None:
+        """Append `parts`, which `copy` brings from the host while the first layers compute."""
+        start, tokens = self.length, sum(kv.tokens for kv in parts)
+        places = [
+            (keys[0].narrow(1, start, tokens), values[0].narrow(1, start, tokens))
+            for keys, values in (layer.memory for layer in self.layers)
+        ]
+        for layer, arrival in zip(self.layers, copy(parts, places), strict=True):
+            layer.arrivals.append(arrival)
+            layer.length = start + tokens
 
     def takes(self, kv: KVTensors) -> bool:
         """Whether `kv` is copied from the host as it is, beside what is computed."""
-        return self._copy is not None and kv.dtype == self.shape.dtype and kv.device.type == "cpu"
+        is_like_this = kv.dtype == self.shape.dtype and kv.device.type == "cpu"
+        return self._copy is not None and is_like_this and not self.holds(kv)
 
     def holds(self, kv: KVTensors) -> bool:
         """Whether `kv` is a view of the memory right after the filled tokens, so that it is already in place."""
-        places = [
-            (tensor, own[0, :, self.length :])
-            for layer, key, value in zip(self.layers, kv.keys, kv.values, strict=True)
-            for tensor, own in zip((key, value), layer.memory, strict=True)
-            if tensor.numel()
-        ]
-        return bool(places) and all(tensor.data_ptr() == place.data_ptr() for tensor, place in places)
+        is_here = False
+        for layer, key, value in zip(self.layers, kv.keys, kv.values, strict=True):
+            for tensor, own in zip((key, value), layer.memory, strict=True):
+                if tensor.numel():
+                    is_here = tensor.data_ptr() == own[0, :, self.length :].data_ptr()
+                    if not is_here:
+                        return False
+        return is_here
 
     def _restore(self, states: Sequence[Tensor]) -> None:
         """Set the states after the last token. Without `states`, they are unknown there."""
@@ -315,10 +328,12 @@ class KVBuffer:
         """Make the buffer hold exactly the KV that a path `held`. Copies only the tokens that it does not hold yet."""
         skipped = self.shared(held)
         self.truncate(skipped)
+        rest = list[KVTensors]()
         for _, kv in held:
             if skipped < kv.tokens:
-                self.append(kv.slice(skipped, kv.tokens))
+                rest.append(kv.slice(skipped, kv.tokens))
             skipped = max(0, skipped - kv.tokens)
+        self.append(*rest)
         if self.states and held:  # The old states may belong to tokens that were dropped.
             self._restore(held[-1][1].states)
         self.note(held)

@@ -9,6 +9,8 @@ import torch
 
 from kp_core import PackStore, load_engine
 from kp_core.engines.local.buffer import TILE, KVBuffer
+from kp_core.engines.local.copies import copy_layer, rows_of, to_host
+from kp_core.kv import KVTensors
 from kp_core.testing import ARCHITECTURES, tiny_model, tiny_tokenizer
 from tests.composers import Firsts
 from tests.parity.families import model_of
@@ -125,17 +127,36 @@ def test_a_host_that_pins_no_more_memory_costs_the_cache_alone(monkeypatch, capl
     assert engine.generate(TEXT, max_tokens=4).token_ids == expected
 
 
-def late(events, layers):
-    """Copies when it is waited for, not sooner. Until then the targets are not numbers."""
-    for target, _ in (pair for pairs in layers for pair in pairs):
-        target.fill_(torch.nan)
+def late(events, parts, places):
+    """Copies when it is waited for, not sooner. Until then the places hold no numbers."""
+    for place in itertools.chain(*places):
+        place.fill_(torch.nan)
 
-    def arrive(at, pairs):
+    def arrive(at):
         events.append(f"copied {at}")
-        for target, source in pairs:
-            target.copy_(source)
+        copy_layer([(part.keys[at], part.values[at]) for part in parts], *places[at])
 
-    return [partial(arrive, at, pairs) for at, pairs in enumerate(layers)]
+    return [partial(arrive, at) for at in range(len(places))]
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 8), (1, 8, 4), (3, 16, 0), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("from_host", [(True, True), (False, True), (False, False)], ids=str)
+def test_consecutive_parts_of_a_layer_arrive_where_they_belong(shape, from_host):
+    heads, *dims = shape
+    sides = [[torch.randn(heads, tokens, dim) for dim in dims] for tokens in (7, 5)]
+    parts = [KVTensors(*([side] for side in part)) for part in sides]
+    moved = [to_host(kv) if moves else kv for kv, moves in zip(parts, from_host, strict=True)]
+    assert all(kv.equal(part) for kv, part in zip(moved, parts, strict=True))
+    moved = [moved[0].slice(2, 6), moved[0].slice(6, 7), moved[1].slice(0, 4)]
+    for kv, is_from_host in zip(moved, (from_host[0], *from_host), strict=True):
+        assert (rows_of(kv.keys[0], kv.values[0]) is not None) == (is_from_host and heads > 0)
+    room = [torch.full((heads, 20, dim), torch.nan) for dim in dims]
+    copy_layer([(kv.keys[0], kv.values[0]) for kv in moved], *(side[:, 3:12] for side in room))
+    expected = KVTensors.concat([parts[0].slice(2, 7), parts[1].slice(0, 4)])
+    for side, [found] in zip(room, (expected.keys, expected.values), strict=True):
+        assert torch.equal(side[:, 3:12], found)
+        assert side[:, :3].isnan().all()
+        assert side[:, 12:].isnan().all()
 
 
 def watch(engine):
