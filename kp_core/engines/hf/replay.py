@@ -8,8 +8,10 @@ yet. `capturing` records on CUDA. Tests record and replay on the CPU.
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from inspect import signature
 from itertools import chain
@@ -159,7 +161,8 @@ class ReplayedRows:
     def _keep(self, record: Record) -> None:
         """Record the pass, right behind a plain one of this thread, for which libraries prepared what they need."""
         try:
-            self.replay = record(self._compute)
+            with _no_collection():
+                self.replay = record(self._compute)
         except Exception as error:  # whatever CUDA or a model raises
             if is_out_of_memory(error):
                 raise
@@ -205,6 +208,18 @@ class ReplayedRows:
             for row, layers in enumerate(self._layers)
         ]
         return torch.cat(outputs)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection meanwhile: it may free another recorded pass, and CUDA then ends the recording."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def capturing(device: torch.device) -> Record:

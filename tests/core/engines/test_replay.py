@@ -4,6 +4,7 @@ import gc
 import logging
 import random
 from concurrent.futures import ThreadPoolExecutor
+from weakref import finalize
 
 import pytest
 import torch
@@ -208,3 +209,26 @@ def test_a_step_that_stops_being_recordable_goes_on_plainly(monkeypatch, caplog)
     with caplog.at_level(logging.WARNING, logger="kp_core"):
         assert engine.generate("How many boats?", max_tokens=8).token_ids == expected
     assert "during capture" in caplog.text
+
+
+def test_no_recorded_pass_is_freed_while_another_is_recorded():
+    """CUDA ends the recording. The garbage collector may free one at any line that makes objects."""
+    engine, record, freed = model_with_rows("llama"), Recorder(), []
+
+    class Graph:
+        def __init__(self):
+            self.itself = self
+            finalize(self, freed.append, "freed")
+
+    def recording(step):
+        Graph()
+        made = [[] for _ in range(200_000)]  # Makes the collector look.
+        assert made
+        assert not freed
+        return record(step)
+
+    engine.engine.model.use_replay(recording)
+    assert record.recorded
+    gc.collect()
+    assert freed
+    assert gc.isenabled()
