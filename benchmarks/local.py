@@ -1,10 +1,10 @@
 """What runs a model on one machine: packs in llama.cpp, packs in transformers (bfloat16), and llama.cpp alone.
 
 Per length of knowledge, which stands at the start of the user message, medians of `--repeats` questions of about 12
-tokens, seconds:
+tokens, seconds; all take turns:
 
-- text: everything prefilled.
-- memory: the pack (llama.cpp alone: the sequence) is in memory.
+- text: everything prefilled, once.
+- memory: something was asked about the pack before (llama.cpp alone: its sequence is in memory).
 - disk: the pack was written to a store before the memory was emptied of all but the system head, file read included
   (llama.cpp alone: a slot saved by `llama_state_seq_save_file`).
 - tokens a second: of one answer of 32 tokens, first token aside, and of eight answers together behind one pack.
@@ -28,7 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -79,9 +80,9 @@ class Alone:
             self._context.call(self._context.remove, sequence)
             self._context.call(self._context.copy, 0, sequence, 0, tokens)
 
-    def clear(self) -> None:
-        """Drop all tokens."""
-        for sequence in range(_USERS):
+    def clear(self, first: int = 0) -> None:
+        """Drop the tokens of the sequence `first` and of those after it."""
+        for sequence in range(first, _USERS):
             self._context.call(self._context.remove, sequence)
 
     def save(self, path: Path, ids: Sequence[int]) -> None:
@@ -122,32 +123,100 @@ def start_up() -> float:
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 
-def of_session(engine: Session, pack: KnowledgePack, questions: Sequence[str]) -> dict[str, float]:
-    """The columns of an engine."""
-    with common.scratch(engine) as folder:
-        store = PackStore(folder)
-        handle, view = str(store.put(pack)), store.view(pack.namespace)
+class OfSession:
+    """Packs in an engine: seconds to the first tokens of questions, and tokens a second."""
 
-        def first(knowledge: str, question: str) -> float:
-            return timed(lambda: engine.generate(common.prompt([knowledge], question), view=view, max_tokens=1))
+    def __init__(self, engine: Session, pack: KnowledgePack, folder: Path) -> None:
+        self._engine, self._pack, store = engine, pack, PackStore(folder)
+        self._handle, self._view = str(store.put(pack)), store.view(pack.namespace)
 
-        text, memory, disk = list[float](), list[float](), list[float]()
-        for number, question in enumerate(questions):
-            common.reset(engine)
-            disk.append(first(handle, question))
-            common.reset(engine)
-            engine.unpin(engine.pin(pack))
-            memory.append(first(handle, question))
-            if not number:
-                asked = common.prompt([pack.text], question)
-                text.append(timed(lambda: engine.generate(asked, max_tokens=1, reuse=False)))  # noqa: B023
-        return {
-            "text_s": median(text),
-            "memory_s": median(memory),
-            "disk_s": median(disk),
-            "tok_s": together(engine, handle, 1, view=view),
-            "tok_s_8": together(engine, handle, _USERS, view=view),
-        }
+    def text(self, question: str) -> float:
+        """Everything is prefilled."""
+        asked = common.prompt([self._pack.text], question)
+        return timed(lambda: self._engine.generate(asked, max_tokens=1, reuse=False))
+
+    def memory(self, question: str) -> float:
+        """Behind a pack about which something else was asked."""
+        # It begins with other words than the question, whose tokens are then all computed, as llama.cpp alone does.
+        self._engine.generate(f"{self._handle}\n\nThanks.", view=self._view, max_tokens=1)
+        return timed(lambda: self._ask(question))
+
+    def disk(self, question: str) -> float:
+        """Behind a pack of which nothing is in memory."""
+        common.reset(self._engine)
+        return timed(lambda: self._ask(question))
+
+    def rate(self, users: int) -> float:
+        """Tokens a second of so many answers, without what it takes to their first tokens."""
+        return together(self._engine, self._handle, users, view=self._view)
+
+    def prompts(self, questions: Sequence[str]) -> list[tuple[int, ...]]:
+        """The token ids of questions behind the pack."""
+        asked = [common.prompt([self._handle], question) for question in questions]
+        return [self._engine.prefill(one, view=self._view).prompt.token_ids for one in asked]
+
+    def _ask(self, question: str) -> object:
+        return self._engine.generate(common.prompt([self._handle], question), view=self._view, max_tokens=1)
+
+
+class OfAlone:
+    """llama.cpp alone, for the token ids of those questions, of which the first `start` are the pack and its prefix."""
+
+    def __init__(self, alone: Alone, prompts: Mapping[str, Sequence[int]], start: int, slot: Path) -> None:
+        self._alone, self._prompts, self._start, self._slot = alone, prompts, start, slot
+        first = next(iter(prompts.values()))
+        alone.clear()
+        alone.prefill(first[:start])
+        alone.save(self._slot, first[:start])
+
+    def text(self, question: str) -> float:
+        """One prompt, from its beginning."""
+        return timed(lambda: self._alone.prefill(self._prompts[question]))
+
+    def memory(self, question: str) -> float:
+        """Behind a resident sequence."""
+        return timed(lambda: self._behind(question))
+
+    def disk(self, question: str) -> float:
+        """Behind a slot in a file."""
+        self._alone.clear()
+
+        def from_disk() -> None:
+            self._alone.load(self._slot, self._start)
+            self._behind(question)
+
+        return timed(from_disk)
+
+    def rate(self, users: int) -> float:
+        """Tokens a second of so many answers."""
+        question, ids = next(iter(self._prompts.items()))
+        token = self._behind(question)
+        if users > 1:
+            self._alone.share(len(ids))
+        seconds = timed(lambda: self._alone.answers([token] * users, len(ids), _ANSWER))
+        self._alone.clear(1)
+        return users * (_ANSWER - 1) / seconds
+
+    def _behind(self, question: str) -> int:
+        return self._alone.prefill(self._prompts[question][self._start :], self._start)
+
+
+def measured(ways: Mapping[str, OfSession | OfAlone], questions: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of all ways, which take turns, since a machine is faster now and slower then. Text is measured once."""
+    columns: dict[str, Callable[[OfSession | OfAlone, str], float]] = {
+        "text_s": lambda way, question: way.text(question),
+        "disk_s": lambda way, question: way.disk(question),
+        "memory_s": lambda way, question: way.memory(question),
+        "tok_s": lambda way, _: way.rate(1),
+        "tok_s_8": lambda way, _: way.rate(_USERS),
+    }
+    found: dict[str, dict[str, list[float]]] = {name: {column: [] for column in columns} for name in ways}
+    for column, act in columns.items():
+        for question in questions[: 1 if column == "text_s" else None]:
+            for name, way in ways.items():
+                found[name][column].append(act(way, question))
+    for name, row in found.items():
+        yield {"what": name, **{column: median(seconds) for column, seconds in row.items()}}
 
 
 def together(engine: Session, handle: str, users: int, **options: Any) -> float:  # noqa: ANN401 - of `Request`
@@ -162,37 +231,6 @@ def together(engine: Session, handle: str, users: int, **options: Any) -> float:
     seconds(1)
     (short, few), (long, many) = seconds(1), seconds(_ANSWER)
     return (many - few) / (long - short)
-
-
-def of_alone(alone: Alone, engine: Session, pack: KnowledgePack, questions: Sequence[str]) -> dict[str, float]:
-    """The columns of llama.cpp alone, for the same token ids."""
-    start = len(pack.prefix) + len(pack.token_ids)
-    with common.scratch(engine) as folder:
-        store = PackStore(folder)
-        handle, view = str(store.put(pack)), store.view(pack.namespace)
-        asked = [common.prompt([handle], question) for question in questions]
-        rows = [engine.prefill(one, view=view).prompt.token_ids for one in asked]
-    text = timed(lambda: alone.prefill(rows[0]))
-    memory, disk = list[float](), list[float]()
-    with tempfile.TemporaryDirectory() as folder:
-        alone.prefill(rows[0][:start])
-        alone.save(Path(folder) / "slot", rows[0][:start])
-        for ids in rows:
-            memory.append(timed(lambda: alone.prefill(ids[start:], start)))  # noqa: B023 - called at once
-
-            def from_disk() -> None:
-                alone.load(Path(folder) / "slot", len(ids))  # noqa: B023
-                alone.prefill(ids[start:], start)  # noqa: B023
-
-            alone.clear()
-            disk.append(timed(from_disk))
-    stop, token = len(rows[0]), alone.prefill(rows[0][start:], start)
-    one = (_ANSWER - 1) / timed(lambda: alone.answers([token], stop, _ANSWER))
-    alone.prefill(rows[0][start:], start)
-    alone.share(stop)
-    eight = _USERS * (_ANSWER - 1) / timed(lambda: alone.answers([token] * _USERS, stop, _ANSWER))
-    alone.clear()
-    return {"text_s": text, "memory_s": median(memory), "disk_s": median(disk), "tok_s": one, "tok_s_8": eight}
 
 
 def differing(engine: Session, alone: Alone, examples: Iterable[common.Example], done: Path) -> dict[str, int]:
@@ -244,11 +282,17 @@ def run(  # noqa: PLR0913
     rows: list[dict[str, Any]] = []
     for tokens in lengths:
         packs = {name: knowledge(engine, passages, tokens) for name, engine in engines.items()}
-        for name, engine in engines.items():
-            rows.append({"what": name, "tokens": tokens, **of_session(engine, packs[name], asked)})
-        name = "packs in llama.cpp"
-        figures = of_alone(alone, engines[name], packs[name], asked)
-        rows.append({"what": "llama.cpp alone", "tokens": tokens, **figures})
+        with ExitStack() as stack:
+            sessions = {
+                name: OfSession(engine, packs[name], Path(stack.enter_context(common.scratch(engine))))
+                for name, engine in engines.items()
+            }
+            pack, prompts = packs["packs in llama.cpp"], sessions["packs in llama.cpp"].prompts(asked)
+            slot = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "slot"
+            start = len(pack.prefix) + len(pack.token_ids)
+            floor = OfAlone(alone, dict(zip(asked, prompts, strict=True)), start, slot)
+            rows += [{"tokens": tokens, **row} for row in measured({**sessions, "llama.cpp alone": floor}, asked)]
+            alone.clear()
     counts = dict[str, int]()
     if questions:
         with tempfile.TemporaryDirectory() as folder:

@@ -161,7 +161,7 @@ def calibrate(  # noqa: PLR0913 - every criterion is a setting
     questions = [Task(task) if isinstance(task, str) else task for task in tasks]
     if not questions or not alphas or not all(math.isfinite(alpha) for alpha in alphas):
         raise SteeringError(f"Got {len(questions)} tasks and the alphas {alphas!r}; expected tasks and finite numbers.")
-    unwarned = replace(steering, coherent=None)
+    unwarned = replace(steering, coherent=(-math.inf, math.inf))
     answers: dict[float, list[tuple[Task, str, float]]] = {alpha: [] for alpha in sorted({0.0, *map(float, alphas)})}
     with bar_of("Calibrating", len(answers) * len(questions), "answer", shown=progress) as bar:
         for alpha, alpha_answers in answers.items():

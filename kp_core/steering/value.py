@@ -58,6 +58,8 @@ the last prompt token whose KV is cached before the pass that gives the first to
 Deltas: TypeAlias = Mapping[int, Tensor]
 
 _WITH_KNOWLEDGE = 0.7  # arXiv 2604.03270, section 4.7.
+_STRONG = 0.3
+"""Of three words in a row, SmolLM2-135M repeats 7 % under the presets at strength 0.2, 20 % at 0.3, 30 % at 0.35."""
 
 
 class SteeringWarning(UserWarning):
@@ -228,8 +230,20 @@ class Steering:
             )
 
     def warn_beyond_cliff(self) -> None:
-        """Issue a `SteeringWarning` if this steering is beyond its coherent range."""
-        if self.coherent is not None and self.coherent[1] < 1:
+        """Issue a `SteeringWarning` if this steering is beyond its coherent range, or strong and never calibrated."""
+        if self.coherent is None:
+            try:
+                strength = self.strength
+            except SteeringError:  # Nothing says how strong it is.
+                return
+            if strength > _STRONG:
+                warnings.warn(
+                    f"A steering of strength {strength:.2f} was not calibrated. Beyond {_STRONG}, a small model "
+                    "begins to repeat itself. Take `steering.at_strength(0.2)`, or find its limits with `calibrate`.",
+                    SteeringWarning,
+                    stacklevel=3,
+                )
+        elif self.coherent[1] < 1:
             high = self.coherent[1]
             times = f"{1 / high:.3g} times" if high > 0 else "far"
             warnings.warn(

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -368,6 +369,17 @@ def test_a_steering_beyond_its_cliff_warns():
     with pytest.warns(SteeringWarning, match="far beyond"):
         engine.generate("Who?", steering=replace(steering, coherent=(-1.0, 0.0)), max_tokens=1)
     assert (steering + steering).coherent is None
+
+
+def test_a_strong_steering_that_was_never_calibrated_warns():
+    engine = tiny_engine()
+    steering = steering_of(engine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for fitting in (steering.at_strength(0.29), replace(steering, scales={}), 0 * steering):
+            engine.generate("Who?", steering=fitting, max_tokens=1)
+    with pytest.warns(SteeringWarning, match="strength 0.50 was not calibrated.*at_strength"):
+        engine.generate("Who?", steering=steering.at_strength(-0.5), max_tokens=1)
 
 
 def test_the_default_strength_is_lower_beside_knowledge_and_what_was_calibrated_where_it_was():
