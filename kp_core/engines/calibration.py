@@ -129,6 +129,8 @@ class Calibration:
     model: str
     """Identity of the model."""
     rows: tuple[CalibrationRow, ...]
+    heads: tuple[tuple[int, int], ...] = ()
+    """The model's retrieval heads, `(layer, head)`, if they are known (`SelectComposer`)."""
 
     @property
     def sizes(self) -> dict[int, int]:
@@ -157,7 +159,8 @@ class Calibration:
     def to_json(self) -> str:
         """The text that `of_json` reads."""
         rows = ",\n".join(f"  {json.dumps(asdict(row))}" for row in self.rows)
-        return f'{{"model": {json.dumps(self.model)}, "rows": [\n{rows}\n]}}\n'
+        heads = f'"heads": {json.dumps(self.heads)}, ' if self.heads else ""
+        return f'{{"model": {json.dumps(self.model)}, {heads}"rows": [\n{rows}\n]}}\n'
 
     @classmethod
     def of_json(cls, text: str) -> Calibration:
@@ -173,7 +176,8 @@ class Calibration:
                 raise ValueError(f"a row with the numbers {numbers}")
             composer_of(row.composer)
             rows.append(row)
-        return cls(stored["model"], tuple(rows))
+        heads = tuple((int(layer), int(head)) for layer, head in stored.get("heads", ()))
+        return cls(stored["model"], tuple(rows), heads)
 
     def table(self) -> str:
         """The rows, one a line."""

@@ -63,8 +63,9 @@ _PROBES = (
 class Selector:
     """Chooses which of the packs that stand side by side in a message are sent, for one model.
 
-    `attention` is that of the engine, `build` compiles texts, `decode` gives the text of token ids. What was chosen at
-    a place for a question is remembered, so a conversation keeps its earlier choices, and with them its KV.
+    `attention` is that of the engine, `build` compiles texts, `decode` gives the text of token ids, `heads` are the
+    model's retrieval heads, `(layer, head)`, if they are known. What was chosen at a place for a question is
+    remembered, so a conversation keeps its earlier choices, and with them its KV.
     """
 
     def __init__(  # noqa: PLR0913
@@ -75,10 +76,11 @@ class Selector:
         attention: Attention,
         build: Callable[[Sequence[str]], Iterable[KnowledgePack]],
         decode: Callable[[Sequence[int]], str],
+        heads: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._template, self._identity, self._max_positions = template, identity, max_positions
         self._attention, self._build, self._decode = attention, build, decode
-        self._found: tuple[list[int], list[int]] | None = None
+        self._found = ([layer for layer, _ in heads], [head for _, head in heads]) if heads else None
         self._chosen: OrderedDict[Hashable, Handles] = OrderedDict()
         self._lock = threading.Lock()
 

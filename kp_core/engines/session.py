@@ -112,8 +112,16 @@ class Session:
     @cached_property
     def _planner(self) -> Planner:
         identity = self.engine.identity
-        build = partial(self.build_packs, progress=False)
-        selector = Selector(self.template, identity, self.max_positions, self._attention, build, self.tokenizer.decode)
+        build, shipped = partial(self.build_packs, progress=False), self.calibrations.of(None)
+        selector = Selector(
+            self.template,
+            identity,
+            self.max_positions,
+            self._attention,
+            build,
+            self.tokenizer.decode,
+            heads=shipped.heads if shipped else (),
+        )
         return Planner(self.template, identity, self.max_positions, self._found, selector, self.calibrations)
 
     @cached_property

@@ -99,6 +99,8 @@ def test_a_calibration_is_kept_beside_the_packs(isles, caplog):
     assert Calibrations("another model", ()).of(view) is None
     stored = calibration.to_json()
     assert Calibration.of_json(stored) == calibration
+    with_heads = replace(calibration, heads=((2, 1), (0, 3)))
+    assert Calibration.of_json(with_heads.to_json()) == with_heads
     blobs, key = view.source.blobs, again._key
     caplog.set_level(logging.WARNING)
     for damaged in (

@@ -142,6 +142,11 @@ def test_damaged_heads_are_measured_again(anywhere):
     engine.__dict__.pop("_planner")
 
 
+def test_the_heads_that_come_with_the_package_are_the_measured_ones(smol_bf16):
+    selector = smol_bf16._planner._selector
+    assert set(zip(*selector._heads(None), strict=True)) == set(zip(*selector._measured_heads(), strict=True))
+
+
 def test_a_new_process_need_not_look_for_the_heads_again(anywhere, monkeypatch):
     engine, options, handles = anywhere
     engine.__dict__.pop("_planner", None)
