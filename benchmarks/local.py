@@ -137,6 +137,7 @@ class OfSession:
 
     def memory(self, question: str) -> float:
         """Behind a pack about which something else was asked."""
+        common.reset(self._engine)
         # It begins with other words than the question, whose tokens are then all computed, as llama.cpp alone does.
         self._engine.generate(f"{self._handle}\n\nThanks.", view=self._view, max_tokens=1)
         return timed(lambda: self._ask(question))
