@@ -159,6 +159,16 @@ def test_consecutive_parts_of_a_layer_arrive_where_they_belong(shape, from_host)
         assert side[:, 12:].isnan().all()
 
 
+def test_a_full_device_has_its_kv_moved_all_the_same(monkeypatch):
+    kv = KVTensors([torch.randn(2, 5, 8)], [torch.randn(2, 5, 8)])
+
+    def is_full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "cat", is_full)
+    assert to_host(kv).equal(kv)
+
+
 def watch(engine):
     """Lets KV of packs and from the host arrive late; returns what happens in order."""
     events = []
