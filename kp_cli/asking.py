@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
+import warnings
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,8 @@ from kp_core.errors import ContextOverflowError
 from kp_core.steering import load_steering
 
 __all__ = ["ask", "chat"]
+
+logger = logging.getLogger(__name__)
 
 _NOTHING = "none, as no fact passes the filter"
 
@@ -77,9 +81,16 @@ class _AskOptions(SearchOptions, ModelOptions, ReadOptions):
         """These options as options of a request."""
         if self.steering is None and self.alpha is not None:
             raise typer.BadParameter("--alpha goes with --steering.")
-        steering = None if self.steering is None else (load_steering(existing(self.steering)), self.alpha)
-        options = {"composer": composer_of(self.composer), "order": self.order}
-        return options | {"mismatch": self.mismatch, "steering": steering}
+        options = {"composer": composer_of(self.composer), "order": self.order, "mismatch": self.mismatch}
+        if self.steering is None:
+            return options | {"steering": None}
+        steering = load_steering(existing(self.steering))
+        with warnings.catch_warnings(record=True) as told:  # The command line shows no warnings of Python.
+            warnings.simplefilter("always")
+            steering.at_alpha(self.alpha, with_knowledge=True).warn_beyond_cliff()
+        for warning in told:
+            logger.warning("%s", warning.message)
+        return options | {"steering": (steering, self.alpha)}
 
 
 @spread
@@ -125,7 +136,10 @@ def chat(
     max_tokens: _MaxTokens = 128,
     options: _AskOptions,
 ) -> None:
-    """Talk with a model about a collection. An empty line or Ctrl-D ends the chat, Ctrl-C the current answer."""
+    """Talk with a model about a collection. An empty line or Ctrl-D ends the chat, Ctrl-C the current answer.
+
+    Facts are searched with what you type alone, so name what you ask about, also in a second question.
+    """
     with ExitStack() as stack:
         asker = _Asker(stack, place, options, max_tokens)
         out, messages = console(), list[Message]()

@@ -142,6 +142,14 @@ class WrappedRetriever(PackRetriever):
             return _by_ids(vectors, ids) if ids else []
         return []
 
+    def compile(self, documents: Iterable[Document], *, progress: bool = True) -> list[str]:
+        """Compile the packs of `documents` that have none, before anybody asks; returns the handles of all.
+
+        For the documents that the vector store has by now. Those that come later are compiled when they are found.
+        """
+        facts = [self._fact_of(document) for document in documents if document.page_content.strip()]
+        return [str(handle) for handle in self._delivery().compile(facts, progress=progress) if handle is not None]
+
     def sync(self, documents: Iterable[Document] | None = None) -> list[str]:
         """Delete the packs of documents that were changed or deleted in the vector store; returns their handles.
 
@@ -183,12 +191,15 @@ class WrappedRetriever(PackRetriever):
     def _delivered(self, documents: Sequence[Document]) -> list[Document]:
         """`documents` with packs, except blank ones, and those that one of our retrievers returned as handles."""
         todo = {
-            at: _to_fact(document, id=document.id or "", namespace=self.namespace)
+            at: self._fact_of(document)
             for at, document in enumerate(documents)
             if document.page_content.strip() and document.page_content != str(own_handle(document))
         }
         found = dict(zip(todo, self._delivery().deliver([Hit(fact, 0.0) for fact in todo.values()]), strict=True))
         return [self._packed(document, found[at]) if at in found else document for at, document in enumerate(documents)]
+
+    def _fact_of(self, document: Document) -> Fact:
+        return _to_fact(document, id=document.id or "", namespace=self.namespace)
 
     def _vectors(self) -> VectorStore:
         if not isinstance(self.retriever, VectorStoreRetriever):

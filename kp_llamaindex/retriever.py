@@ -140,6 +140,11 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
             if pack.provenance.get("source") == ref_doc_id:
                 self.delivery.forget(handle)
 
+    def compile(self, nodes: Iterable[BaseNode], *, progress: bool = True) -> list[str]:
+        """Compile the packs of `nodes` that have none, before anybody asks; returns the handles of all."""
+        facts = [_fact_of(PackNode.from_node(node), self.delivery.namespace) for node in nodes if not _stays(node)]
+        return [str(handle) for handle in self.delivery.compile(facts, progress=progress) if handle is not None]
+
     def sync(self, nodes: Iterable[BaseNode]) -> list[str]:
         """Remove the packs of nodes that are not among `nodes`, all that the index has now; returns their handles.
 
@@ -153,13 +158,7 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
         self, nodes: Sequence[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         todo = {at: PackNode.from_node(scored.node) for at, scored in enumerate(nodes) if not _stays(scored.node)}
-        facts = [
-            Fact(node.llm_text(), source=node.ref_doc_id or node.node_id, id=node.node_id).moved(
-                self.delivery.namespace
-            )
-            for node in todo.values()
-        ]
-        results = self.delivery.deliver([Hit(fact, 0.0) for fact in facts])
+        results = self.delivery.deliver([Hit(_fact_of(node, self.delivery.namespace), 0.0) for node in todo.values()])
         packed_nodes = {
             at: PackNode.from_node(node, str(result.handle or ""))
             for (at, node), result in zip(todo.items(), results, strict=True)
@@ -178,6 +177,10 @@ def check_content(content: object) -> None:
 def parameters(make: Callable[..., Any]) -> list[str]:
     """The names of the parameters of `make`."""
     return [name for name, given in inspect.signature(make).parameters.items() if given.kind is not given.VAR_KEYWORD]
+
+
+def _fact_of(node: PackNode, namespace: str | None) -> Fact:
+    return Fact(node.llm_text(), source=node.ref_doc_id or node.node_id, id=node.node_id).moved(namespace)
 
 
 def _stays(node: BaseNode) -> bool:

@@ -243,9 +243,11 @@ class Calibrations:
         """
         wanted = auto or AutoComposer()
         best: tuple[tuple[int, float], str, CalibrationRow] | None = None
+        is_measured = False
         for name in dict.fromkeys(row.composer for row in calibration.rows):
             needed = "attention" if isinstance(composer_of(name), SelectComposer) else "compose"
             rows = calibration.rows_of(name, packs, tokens) if needed in self._supports else []
+            is_measured |= bool(rows)
             if rows and all(row.kept >= wanted.kept and row.low >= wanted.low for row in rows):
                 ratio, worst = statistics.mean(row.ratio for row in rows), min(rows, key=lambda row: row.low)
                 # Times over another number of packs cannot be compared; the nearest number comes first.
@@ -253,9 +255,8 @@ class Calibrations:
                 if ratio < 1 and (best is None or rank < best[0]):
                     best = rank, name, worst
         if best is None:
-            return Choice(
-                ExactComposer(), f"no other keeps {wanted.kept:.0%} of the right answers over {packs} such packs"
-            )
+            found = f"no other keeps {wanted.kept:.0%} of the right answers" if is_measured else "nothing was measured"
+            return Choice(ExactComposer(), f"{found} over {packs} packs of up to {tokens} tokens")
         (_, ratio), name, worst = best
         return Choice(
             composer_of(name),

@@ -103,7 +103,13 @@ def test_the_bundled_model_is_the_default(kp: Kp) -> None:
     assert about["dtype"] == "float32"
 
 
-def test_ask_speaks_as_a_steering_says(kp: Kp, tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ask_speaks_as_a_steering_says(
+    kp: Kp,
+    tiny: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     (tmp_path / "facts.jsonl").write_text('{"text": "The bird on the flag is a heron."}')
     assert run(["build", "bank", "facts.jsonl"]) == 0
     assert kp("make", "pairs.json", "-o", "s", "--layers", "0-1")[0] == 0
@@ -121,6 +127,7 @@ def test_ask_speaks_as_a_steering_says(kp: Kp, tiny: None, tmp_path: Path, monke
     monkeypatch.setattr(tiny_engine(), "stream", heard)
     for options in ([], ["--steering", "s"], ["--steering", "s", "--alpha", "-20"]):
         assert run([*told, *options]) == 0
+        assert ("was not calibrated" in " ".join(capfd.readouterr().err.split())) == ("-20" in options)
     assert asked == [None, (steering, None), (steering, -20)]
     assert run([*told, "--alpha", "1"]) == 2
     assert run([*told, "--steering", "facts.jsonl"]) == 1

@@ -249,6 +249,17 @@ def texts_of(shelf):
     return {shelf.peek(handle).text for handle in shelf}
 
 
+def test_what_is_there_is_compiled_before_anybody_asks(collection, shelf):
+    retriever = KnowledgePackRetriever.from_retriever(
+        collection.as_retriever(search_kwargs={"k": 3}), **parts(shelf, content="handle", precompile="idle")
+    )
+    documents = collection.get_by_ids([f"c{number}" for number in range(20)])
+    handles = retriever.compile([*documents, Document(" ")], progress=False)
+    assert len(set(handles)) == len(documents) == 20
+    assert {document.page_content for document in retriever.invoke("harbour")} <= set(handles)
+    assert retriever.compile(documents, progress=False) == handles
+
+
 def test_packs_of_what_was_changed_elsewhere_go_with_sync(collection, shelf):
     retriever = KnowledgePackRetriever.from_retriever(
         collection.as_retriever(search_kwargs={"k": 20}), **parts(shelf, kv="lazy")

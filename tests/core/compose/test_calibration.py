@@ -77,10 +77,10 @@ def test_auto_is_exact_where_nothing_says_otherwise(isles):
         replace(GOOD, questions=20, text_right=12, lost=0, won=0),  # Too few questions to be sure.
         replace(GOOD, text_right=0, lost=0, won=0),  # Nothing that could be kept.
         replace(GOOD, ratio=1.1),
-        replace(GOOD, packs=2),
-        replace(GOOD, tokens=8),
     ):
-        assert taken(row).startswith("exact, because no other"), row
+        assert taken(row).startswith("exact, because no other keeps 95%"), row
+    for row in (replace(GOOD, packs=2), replace(GOOD, tokens=8)):
+        assert taken(row).startswith("exact, because nothing was measured over 3 packs of up to 170 tokens"), row
     assert Calibrations("model", ()).chosen(Calibration("model", (GOOD,)), 3, 40).composer.exact  # It cannot compose.
     assert taken(replace(GOOD, lost=8), composer="auto:kept=0.8,low=0.7").startswith("splice")
     assert taken(GOOD, replace(GOOD, kind="two facts", lost=30)).startswith("exact")  # It must do for every kind.
