@@ -318,7 +318,10 @@ def sync(
         removed = delivery.sync(lambda _: (fact.text for fact in collection.facts())) if delivery else []
     left = len(delivery.compiled()) if delivery else 0
     report = {"removed": list(map(str, removed)), "packs": left}
-    tell(report, f"Packs removed: {len(removed)}; left: {left}.", as_json=as_json)
+    said = f"Packs removed: {len(removed)}; left: {left}."
+    if not removed and not left:
+        said = f"There are no packs of the namespace {namespace!r} in {folder}. Check --packs and --namespace."
+    tell(report, said, as_json=as_json)
 
 
 _STORED: dict[Compression, str] = {

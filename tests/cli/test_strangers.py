@@ -102,6 +102,9 @@ def test_packs_of_what_a_stranger_deleted_go(kp: Kp, theirs: Path, tmp_path: Pat
     assert (set(told["removed"]), told["packs"], len(store)) == (gone, 2, 2)
     assert content(theirs) == before
     assert kp("sync", "theirs", *options)[1] == "Packs removed: 0; left: 2.\n"
+    for wrong in (["--packs", "nowhere"], ["--namespace", "other"]):
+        code, out, _ = kp("sync", "theirs", *options, *wrong)
+        assert (code, "There are no packs of the namespace" in out) == (0, True)
 
 
 def test_of_several_collections_one_is_named(kp: Kp, theirs: Path) -> None:
