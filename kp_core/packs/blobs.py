@@ -97,8 +97,6 @@ class FolderBlobs:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
         self._root = str(self.path)
-        if self.path.is_file():
-            raise PackError(f"Got the file {self.path}; expected a folder for packs, or a path where nothing is yet.")
         if not (self.path / "staging").is_symlink():
             discard_left(self.path / "staging")
 
