@@ -132,7 +132,7 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
 def _answer(connection: socket.socket) -> bool:
     """Run the command of one client. Returns whether to go on."""
     out, err = _Sent(connection, "out"), _Sent(connection, "err")
-    with suppress(OSError, KeyboardInterrupt):  # The client has gone.
+    with suppress(OSError, KeyboardInterrupt, SystemExit):  # The client has gone; Typer exits at a broken pipe.
         connection.settimeout(_REQUEST_S)
         with connection.makefile("rb") as lines:
             line = lines.readline(_REQUEST_BYTES)
