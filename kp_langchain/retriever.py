@@ -147,7 +147,7 @@ class WrappedRetriever(PackRetriever):
 
         For the documents that the vector store has by now. Those that come later are compiled when they are found.
         """
-        facts = [self._fact_of(document) for document in documents if document.page_content.strip()]
+        facts = [self._fact_of(document) for document in documents if _has_text(document)]
         return [str(handle) for handle in self._delivery().compile(facts, progress=progress) if handle is not None]
 
     def sync(self, documents: Iterable[Document] | None = None) -> list[str]:
@@ -190,11 +190,7 @@ class WrappedRetriever(PackRetriever):
 
     def _delivered(self, documents: Sequence[Document]) -> list[Document]:
         """`documents` with packs, except blank ones, and those that one of our retrievers returned as handles."""
-        todo = {
-            at: self._fact_of(document)
-            for at, document in enumerate(documents)
-            if document.page_content.strip() and document.page_content != str(own_handle(document))
-        }
+        todo = {at: self._fact_of(document) for at, document in enumerate(documents) if _has_text(document)}
         found = dict(zip(todo, self._delivery().deliver([Hit(fact, 0.0) for fact in todo.values()]), strict=True))
         return [self._packed(document, found[at]) if at in found else document for at, document in enumerate(documents)]
 
@@ -332,6 +328,11 @@ def _by_ids(vectors: Any, ids: Sequence[str]) -> list[Document]:
         rows = zip(stored["documents"], stored["metadatas"], stored["ids"], strict=True)
         found = [Document(text, metadata=about or {}, id=own_id) for text, about, own_id in rows if text is not None]
     return found
+
+
+def _has_text(document: Document) -> bool:
+    """Whether a document is text to compile: not blank, and not the handle that a retriever of ours made of one."""
+    return bool(document.page_content.strip()) and document.page_content != str(own_handle(document))
 
 
 def _to_fact(document: Document, **others: Any) -> Fact:

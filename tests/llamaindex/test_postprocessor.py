@@ -50,6 +50,14 @@ def test_text_metadata_scores_and_order_stay(packs, nodes, store):
     assert not any(hasattr(each.node, "handle") for each in given)
 
 
+def test_what_is_there_is_compiled_before_anybody_asks(nodes, store):
+    packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=store, namespace="isles")
+    handles = packs.compile([*nodes, TextNode(text=" ")], progress=False)
+    assert len(handles) == len(nodes)
+    assert [each.node.handle for each in packs.postprocess_nodes(found(*nodes))] == handles
+    assert packs.compile(nodes, progress=False) == handles
+
+
 def test_what_is_packed_or_no_text_stays_and_what_was_rewritten_is_packed_anew(packs, nodes):
     picture, blank = ImageNode(image="aGk=", text=""), TextNode(text="  ")
     [first, second, *rest] = packs.postprocess_nodes(found(*nodes[:2], picture, blank))
