@@ -28,6 +28,7 @@ from kp_cli.shared import (
     did_you_mean,
     existing,
     filter_of,
+    fitted,
     is_collection,
     is_store,
     located,
@@ -172,6 +173,8 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
             store = PackStore(options.folder(place, collection))
             delivery = Delivery(collection, session, store, unit=unit, kv=kv, compress=compress or "none")
             report["plan"] = _compile(delivery, session, store, as_json=as_json)
+        if not as_json and len(collection):
+            typer.echo(fitted(f'`kp ask {place} "QUESTION"` answers from it.'))
     if as_json:
         print_json(report)
 

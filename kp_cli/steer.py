@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
 from rich.table import Table
 
 from kp_cli.shared import JsonFlag, ModelOptions, did_you_mean, existing, spread, table_of, tell
@@ -62,7 +63,8 @@ def list_presets(*, as_json: JsonFlag = False) -> None:
     table = Table("preset", "towards, and away from", "pairs")
     for row in presets:
         table.add_row(str(row["name"]), str(row["about"]), str(row["pairs"]))
-    tell({"presets": presets}, table, as_json=as_json)
+    next_step = "`kp steer make PRESET -o FILE` makes a steering of one."
+    tell({"presets": presets}, Group(table, next_step), as_json=as_json)
 
 
 @steer.command()
@@ -84,9 +86,16 @@ def make(  # noqa: PLR0913 - one parameter per option or group of options
     """
     contrast_pairs, chosen = read_pairs(pairs), _layers(layers)
     new_steering = model.load().make_steering(contrast_pairs, method=method, layers=chosen, progress=not as_json)
-    new_steering = replace(new_steering, provenance={**new_steering.provenance, "pairs": pairs})
+    of_model = model.model or model.engine or "the bundled SmolLM2-135M-Instruct"
+    made = {**new_steering.provenance, "pairs": pairs, "of": of_model}
+    new_steering = replace(new_steering, provenance=made)
     save_steering(new_steering, out)
-    _show(out, new_steering, as_json=as_json)
+    _show(
+        out,
+        new_steering,
+        f"`kp ask COLLECTION QUESTION --steering {out}` answers with it; `kp steer calibrate {out}` finds its limits.",
+        as_json=as_json,
+    )
 
 
 @steer.command("calibrate")
@@ -203,7 +212,7 @@ def _numbers(text: str) -> list[float]:
     return numbers
 
 
-def _show(file: Path, steering: Steering, *, as_json: bool) -> None:
+def _show(file: Path, steering: Steering, next_step: str = "", *, as_json: bool) -> None:
     alone, with_knowledge = (steering.default_alpha(with_knowledge=knows) for knows in (False, True))
     report: dict[str, Any] = {
         "file": str(file),
@@ -225,4 +234,4 @@ def _show(file: Path, steering: Steering, *, as_json: bool) -> None:
     }
     norms = {str(layer): norm for layer, norm in steering.norms.items()}
     shown = report | {"coherent": steering.coherent and "from {:g} to {:g}".format(*steering.coherent)}
-    tell({**report, "norms": norms}, table_of(shown), as_json=as_json)
+    tell({**report, "norms": norms}, Group(table_of(shown), *filter(None, [next_step])), as_json=as_json)

@@ -165,7 +165,7 @@ class FactStore(ABC):
         else:
             hits = self._probed(spaces, query, shortlist_size, probes, where)
         if not hits and not self.namespaces():
-            raise FactError("The store holds no facts yet. Call `add(facts)` with at least one first.")
+            raise FactError("The store holds no facts yet. Add at least one first.")
         nearest = sorted(hits, key=lambda hit: (-hit.score, hit.fact.id))[:shortlist_size]
         return (nearest if rerank is None or len(nearest) < 2 else rerank(question, nearest))[:k]
 

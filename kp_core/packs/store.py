@@ -91,6 +91,10 @@ class PackStore(Packs):
         self.keep_bytes = default_keep_bytes(self.blobs) if keep_bytes is None else keep_bytes
         try:
             self.secrets = load_secrets(self.blobs, secret)
+        except NotADirectoryError as error:
+            raise PackError(
+                f"{self.blobs} is a file, or lies in one; expected a folder. `kp inspect FILE` shows a pack file."
+            ) from error
         except OSError as error:
             if self.blobs.is_far:
                 raise PackError(str(error)) from error

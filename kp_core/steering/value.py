@@ -225,7 +225,8 @@ class Steering:
                 "The steering",
                 differences,
                 "steering",
-                "Make it anew from its pairs with `engine.make_steering(pairs)`.",
+                "Make it anew from its pairs, with `engine.make_steering(pairs)` or `kp steer make`"
+                + (f", or load the model with dtype {self.fingerprint.dtype}." if "dtype" in differences else "."),
                 same_model=self.fingerprint.same_model(fingerprint),
             )
 

@@ -353,7 +353,7 @@ class CausalModel:
         frequencies = getattr(getattr(self.network.base_model, "rotary_emb", None), "inv_freq", None)
         if frequencies is None:
             raise UnsupportedRequestError("The keys of this model cannot be moved: it has no rotary embedding.")
-        ids = torch.randint(self._text.vocab_size, (4,), generator=torch.Generator().manual_seed(0)).tolist()
+        ids = torch.randint(self._text.vocab_size, (2,), generator=torch.Generator().manual_seed(0)).tolist()
         near, far = (
             KVTensors.concat(self.forward_at([token], position) for token in ids) for position in (1, 1 + _APART)
         )
