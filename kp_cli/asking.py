@@ -35,7 +35,7 @@ from kp_core.compose import composer_of
 from kp_core.delivery import KV, Delivery, Found, Unit
 from kp_core.engines.calibration import INSTRUCTION
 from kp_core.engines.request import Mismatch, Order
-from kp_core.errors import ContextOverflowError
+from kp_core.errors import ContextOverflowError, FactError, SteeringError
 from kp_core.steering import load_steering
 
 __all__ = ["ask", "chat"]
@@ -85,6 +85,11 @@ class _AskOptions(SearchOptions, ModelOptions, ReadOptions):
         if self.steering is None:
             return options | {"steering": None}
         steering = load_steering(existing(self.steering))
+        if self.dtype not in (None, steering.fingerprint.dtype):  # Before a model is loaded for nothing.
+            raise SteeringError(
+                f"{self.steering} was made in {steering.fingerprint.dtype}; got --dtype {self.dtype}. Leave --dtype "
+                "out, or make it anew with `kp steer make`."
+            )
         with warnings.catch_warnings(record=True) as told:  # The command line shows no warnings of Python.
             warnings.simplefilter("always")
             steering.at_alpha(self.alpha, with_knowledge=True).warn_beyond_cliff()
@@ -176,9 +181,14 @@ class _Asker:
         self._wanted, self._asked = options.keywords(), {"max_tokens": max_tokens, **options.asked()}
         # Banks are made on first use, which writes to the collection.
         with waiting("Opening the collection"):
-            facts = stack.enter_context(options.reading(place, read_only=options.unit != "bank"))
+            read_only = options.unit != "bank"
+            facts = stack.enter_context(options.reading(place, namespace=options.namespace, read_only=read_only))
             if not len(facts):
                 facts.search("anything")
+            if options.namespace not in (None, *(known := facts.namespaces())):
+                raise FactError(
+                    f"There is no fact of the namespace {options.namespace!r}; expected {', '.join(known)}."
+                )
         self.session, self.found_s = options.load(), 0.0
         self._store, self._namespaces = PackStore(options.folder(place, facts)), {options.namespace or "default"}
         default: KV = "stored" if "kv" in self.session.engine.supports else "lazy"

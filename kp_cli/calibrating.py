@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kp_cli.shared import JsonFlag, ModelOptions, Place, ReadOptions, existing, spread, tell
-from kp_core.engines.calibration import COMPOSERS, CalibrationQuestion, calibrate_composers
+from kp_core.engines.calibration import COMPOSERS, CalibrationQuestion, calibrate_composers, enough_of
 from kp_core.errors import OptionError, SourceError
 from kp_core.facts.sources.texts import read_json_lines
 from kp_core.facts.store import FactStore
@@ -46,7 +46,7 @@ def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
     if out is not None:
         existing(out.parent)  # Before minutes are spent.
     with read.reading(place) as facts:
-        asked = _questions(existing(questions), facts, k)
+        asked = enough_of(_questions(existing(questions), facts, k))
         store, session = PackStore(read.folder(place, facts)), model.load()
     calibration = calibrate_composers(
         session, asked, composers.split(), view=store.view("default"), minutes=minutes, progress=not as_json

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kp_cli.shared import ModelOptions, console, spread
+from kp_cli.signs import waiting
 
 if TYPE_CHECKING:
     from kp_core import Generation, PackStore, Session
@@ -60,8 +61,9 @@ def _show_answers(out: Console, session: Session, store: PackStore, facts: Seque
     """Answer one question from passages of three sizes, as text and as packs; compare answers and seconds."""
     passages = [next(_passages(session, facts, [tokens])) for tokens in _TOKENS]
     out.print("Compiling three packs, once for each text ...")
-    session.generate(passages[0], max_tokens=2)  # Warm up: the first pass sets up kernels.
-    packs = [str(store.put(session.build_pack(passage))) for passage in passages]
+    with waiting("Compiling"):
+        session.generate(passages[0], max_tokens=2)  # Warm up: the first pass sets up kernels.
+        packs = [str(store.put(session.build_pack(passage))) for passage in passages]
 
     def answer(knowledge: str) -> Generation:
         session.clear_cache()
@@ -69,7 +71,8 @@ def _show_answers(out: Console, session: Session, store: PackStore, facts: Seque
         return session.generate(prompt, view=store.view("default"), recognise=False, max_tokens=32)
 
     out.print("Asking, with text and with packs ...")
-    answers = [(answer(passage), answer(pack)) for passage, pack in zip(passages, packs, strict=True)]
+    with waiting("Asking"):
+        answers = [(answer(passage), answer(pack)) for passage, pack in zip(passages, packs, strict=True)]
     _heading(out, 1, "The same answer", f"The question: {_QUESTION}")
     text, pack = answers[1]
     out.print(f"text  {text.text.strip()}", style="yellow")
@@ -92,10 +95,11 @@ def _show_agent(out: Console, session: Session, store: PackStore, facts: Sequenc
     texts, packs = list(_passages(session, facts, [_FOUND] * _SEARCHES)), list[str]()
     session.clear_cache()
     for count, text in enumerate(texts, 1):
-        packs.append(str(store.put(session.build_pack(text, compiled_for="system", lazy=True))))
-        messages = [{"role": "user", "content": text} for text in (*texts[:count], _QUESTION)]
-        as_text = session.prefill(messages).usage.prompt_tokens
-        usage = session.prefill(_QUESTION, packs=packs, placement="system", view=store.view("default")).usage
+        with waiting("Searching"):
+            packs.append(str(store.put(session.build_pack(text, compiled_for="system", lazy=True))))
+            messages = [{"role": "user", "content": text} for text in (*texts[:count], _QUESTION)]
+            as_text = session.prefill(messages).usage.prompt_tokens
+            usage = session.prefill(_QUESTION, packs=packs, placement="system", view=store.view("default")).usage
         line = Text(f"search {count}  ").append(f"text {as_text:<7,}", "yellow")
         out.print(line.append(f"packs {usage.prompt_tokens:,}", "green"))
 
@@ -106,10 +110,12 @@ def _show_style(out: Console, session: Session) -> None:
 
     _heading(out, 4, "A style that no prompt spends a token on", f"The question: {_STYLED}")
     out.print("Making a steering from pairs of sentences, formal and casual ...")
-    formal = session.make_steering(preset("formal"), progress=False)
+    with waiting("Steering"):
+        formal = session.make_steering(preset("formal"), progress=False)
     for alpha, name in _ALPHAS.items():
         steering = (formal, alpha) if alpha else None
-        generation = session.generate(_STYLED, steering=steering, max_tokens=32, stop=["."])
+        with waiting("Answering"):
+            generation = session.generate(_STYLED, steering=steering, max_tokens=32, stop=["."])
         sent = f"({generation.usage.prompt_tokens} tokens sent)"
         out.print(Text.assemble((f"{name:>9}  ", "bold"), f"{generation.text.strip()}  {sent}"))
 

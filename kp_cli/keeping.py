@@ -163,7 +163,7 @@ def _answer(connection: socket.socket) -> bool:
                 code = run(request["arguments"])
             out.send({"code": code})
         except OtherModelError:
-            out.send({"refused": "it has another model"})
+            out.send({"refused": "it has another model or dtype"})
     return True
 
 

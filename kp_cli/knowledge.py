@@ -291,7 +291,7 @@ def gc(
     place: Place, *, vacuum: _Vacuum = True, options: ReadOptions, wait: _Wait = 0.0, as_json: JsonFlag = False
 ) -> None:
     """Remove packs that no fact uses any more, and erase removed facts from the disk."""
-    with options.reading(place, read_only=False, wait=wait) as collection:
+    with options.reading(place, searched=False, read_only=False, wait=wait) as collection:
         packs = _collect(collection, options.folder(place, collection))
         note = "" if collection.read_only else _vacuum(collection, wanted=vacuum)
     report = {"packs": packs, "vacuumed": not (collection.read_only or note)}
@@ -311,7 +311,7 @@ def sync(
     It looks at the packs of one namespace, which should be of one collection. The database is only read. For
     collections that `kp` made there is `kp gc`.
     """
-    with options.reading(place) as collection:
+    with options.reading(place, searched=False) as collection:
         if collection.collection is None:
             raise FactError(
                 f"{place} is a collection that `kp` made; `kp gc {place}` removes packs that it does not use."

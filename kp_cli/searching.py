@@ -40,7 +40,7 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
 ) -> None:
     """Find the facts nearest to a question: score, text, and the handle where there is a pack."""
     # Banks are made on first use, which writes to the collection.
-    with read.reading(place, read_only=probes is None) as collection:
+    with read.reading(place, namespace=options.namespace, read_only=probes is None) as collection:
         hits = collection.search(question, k, probes=probes, **options.keywords())
         folder = read.folder(place, collection)
     handles: list[Handle | None] = [None] * len(hits)

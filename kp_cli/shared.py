@@ -62,7 +62,12 @@ Where = Annotated[
     typer.Option("--where", metavar="JSON", help="""Only facts that match, e.g. '{"year": {"$gte": 1990}}'."""),
 ]
 MaybeNamespace = Annotated[
-    str | None, typer.Option("--namespace", help="Only facts of this namespace.", callback=checked_namespace)
+    str | None,
+    typer.Option(
+        "--namespace",
+        help="Only facts of this namespace. In a database that `kp` did not make: that of its packs.",
+        callback=checked_namespace,
+    ),
 ]
 
 
@@ -157,7 +162,7 @@ class PlaceOptions:
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Embedding model: a folder, or a name on the hub. Default: the collection's, else the bundled one.",
+            help="Embedding model: a folder, a name on the hub, or `bundled`. Default: the collection's, else bundled.",
         ),
     ] = None
     packs: Annotated[
@@ -188,7 +193,11 @@ class PlaceOptions:
         if pairs and not is_url(place):
             raise FactError(f"Got --header for {place}, which is a folder; headers go to a server.")
         store_settings["headers"] = {name.strip(): value.strip() for name, _, value in pairs} or None
-        store_settings["embedder"] = None if self.embedder is None else SentenceTransformerEmbedder(self.embedder)
+        if self.embedder is not None:
+            name = None if self.embedder == "bundled" else self.embedder
+            if name is not None:  # As sentence-transformers completes it.
+                check_reachable(name if "/" in name or Path(name).exists() else f"sentence-transformers/{name}")
+            store_settings["embedder"] = SentenceTransformerEmbedder(name)
         return {name: value for name, value in store_settings.items() if value is not None}
 
     def folder(self, place: str, facts: ChromaFactStore) -> str | Path:
@@ -213,15 +222,27 @@ class ReadOptions(PlaceOptions):
     ] = None
 
     @contextmanager
-    def reading(self, place: str, *, read_only: bool = True, wait: float = 0.0) -> Iterator[ChromaFactStore]:
-        """Open the facts in `place`: our own collection, or else any Chroma collection, as it is."""
+    def reading(
+        self,
+        place: str,
+        *,
+        namespace: str | None = None,
+        searched: bool = True,
+        read_only: bool = True,
+        wait: float = 0.0,
+    ) -> Iterator[ChromaFactStore]:
+        """Open the facts in `place`: our own collection, or else any Chroma collection, as it is.
+
+        The facts of a collection that is not ours have `namespace`; if it is not `searched`, it needs no embedder.
+        """
         is_ours = is_fact_store(Path(place)) or not (Path(place) / _DATABASE).is_file()
         if self.collection is None and is_ours:
             with open_collection(place, self, read_only=read_only, wait=wait) as facts:
                 if not is_url(place) or len(facts):
                     yield facts
                     return
-        yield ChromaFactStore.from_collection(self.collection, path=place, **self.settings(place))
+        settings = self.settings(place) | {"namespace": namespace or "default", "searched": searched}
+        yield ChromaFactStore.from_collection(self.collection, path=place, **settings)
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
@@ -377,7 +398,8 @@ def open_collection(
         hint = f"`kp build NAME {place}` makes one of its files."
     if not new and not is_collection(place) and not any((path / name).exists() for name in (_DATABASE, _OLD)):
         collections = [name for name in siblings(path) if is_fact_store(Path(name))]
-        raise FactError(f"There is no collection in {place}. {did_you_mean(place, collections, hint)}")
+        shown = path.resolve() if place in (".", "..") else place
+        raise FactError(f"There is no collection in {shown}. {did_you_mean(place, collections, hint)}")
     return ChromaFactStore(place, **options.settings(place), **settings)
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "Calibrations",
     "Choice",
     "calibrate_composers",
+    "enough_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -303,6 +304,14 @@ class Calibrations:
         return calibration if calibration.model == self._model else None
 
 
+def enough_of(questions: Iterable[CalibrationQuestion]) -> list[CalibrationQuestion]:
+    """The questions with at least two passages; raises `OptionError` for fewer than 20."""
+    wanted = [question for question in questions if len(question.passages) > 1]
+    if len(wanted) < FEWEST:
+        raise OptionError(f"Got {len(wanted)} questions with at least two passages; expected {FEWEST} or more.")
+    return wanted
+
+
 def calibrate_composers(  # noqa: PLR0913
     session: Session,
     questions: Iterable[CalibrationQuestion],
@@ -321,9 +330,7 @@ def calibrate_composers(  # noqa: PLR0913
     packs of the questions are not stored. Raises `OptionError` for fewer than 20 questions with at least two passages,
     or fewer answered in the time, and for composers that are not known or exact.
     """
-    wanted = [question for question in questions if len(question.passages) > 1]
-    if len(wanted) < FEWEST:
-        raise OptionError(f"Got {len(wanted)} questions with at least two passages; expected {FEWEST} or more.")
+    wanted = enough_of(questions)
     random.Random(0).shuffle(wanted)  # noqa: S311 - so that a time limit cuts no kind off
     resolved = {_named(name): composer_of(name) for name in composers}
     if not resolved or any(composer.exact for composer in resolved.values()):

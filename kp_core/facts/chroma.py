@@ -15,7 +15,8 @@ from typing import Any, Self
 import numpy as np
 from filelock import FileLock
 
-from kp_core.errors import FactError, KnowledgePackError
+from kp_core.bundled import bundled_embedder
+from kp_core.errors import FactError, KnowledgePackError, MissingDependencyError
 from kp_core.facts.base import Fact, Filter, Hit
 from kp_core.facts.client import FACTS, SCHEMA, check_unlocked, is_url, open_client, prepared, run_vacuum
 from kp_core.facts.embed import Embedder, OtherEmbedder, SentenceTransformerEmbedder, as_embedder, normalised
@@ -111,7 +112,7 @@ class ChromaFactStore(FactStore):
             raise
 
     @classmethod
-    def from_collection(
+    def from_collection(  # noqa: PLR0913 - what to open, where it is, and how
         cls,
         collection: Any = None,  # noqa: ANN401 - a chromadb collection, or its name
         embedder: Embedder | Any | None = None,  # noqa: ANN401
@@ -119,6 +120,7 @@ class ChromaFactStore(FactStore):
         path: str | os.PathLike[str] | None = None,
         client: Any = None,  # noqa: ANN401
         namespace: str = "default",
+        searched: bool = True,
         **server: Any,  # noqa: ANN401
     ) -> Self:
         """Open any Chroma collection as facts of `namespace`: searched, listed and compiled, but never changed.
@@ -126,8 +128,9 @@ class ChromaFactStore(FactStore):
         `collection` is a collection, or its name in a folder, server or client. The name may be omitted if there is
         only one. `title` and `source` of a fact are the metadata of these names. A hit's score is the cosine; for the
         distance `ip` the dot product; for `l2` over vectors of other lengths a value in the same order. Questions are
-        embedded by `embedder`, else by the collection's own embedding function, else by the bundled MiniLM. There are
-        no banks.
+        embedded by `embedder`, else by the collection's own embedding function, else by the bundled MiniLM, which also
+        stands for Chroma's default: it is the same model, and is here. With `searched=False` the embedder is not
+        checked: the collection is only listed. There are no banks.
 
         Raises `FactError` if there is no such collection, naming the existing ones, and for an embedder whose vectors
         differ from those of the collection.
@@ -151,6 +154,8 @@ class ChromaFactStore(FactStore):
                 collection = client.get_collection(collection)
         store = cls.__new__(cls)  # Skip `__init__`, which would create, lock and check files.
         store._read(collection, embedder, check_namespace(namespace), where)  # noqa: SLF001 - one of ours
+        if searched:
+            store._check_embedder(store._opened[namespace])  # noqa: SLF001
         return store
 
     def _read(self, collection: Any, embedder: Any, namespace: str, where: str) -> None:  # noqa: ANN401
@@ -164,7 +169,6 @@ class ChromaFactStore(FactStore):
         fallback = _own_embedder(collection, settings) or SentenceTransformerEmbedder()
         super().__init__(fallback if embedder is None else embedder)
         self._opened, self._centroids = {namespace: collection}, {}
-        self._check_embedder(collection)
 
     def close(self) -> None:
         """Release the folder; a second call does nothing."""
@@ -480,6 +484,13 @@ def _about(collection: Any) -> dict[str, Any]:  # noqa: ANN401
     return {key.removeprefix("kp:"): value for key, value in items if key.startswith("kp:")}
 
 
+def _is_installed() -> bool:
+    try:
+        return bundled_embedder().is_dir()
+    except MissingDependencyError:
+        return False
+
+
 def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder | None:  # noqa: ANN401
     """Return the embedding function that the collection was made with."""
     description = settings.get("embedding_function") or {}
@@ -488,6 +499,8 @@ def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder
     if function is None or description.get("type") != "known":
         return None
     name = str(description.get("name"))
+    if name == "default" and _is_installed():
+        return None
 
     def asked(embed: Any, texts: Any) -> Any:  # noqa: ANN401 - Chroma's
         try:
@@ -496,7 +509,7 @@ def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder
             raise FactError(
                 f"The collection's own embedding function, {name!r}, fails ({type(error).__name__}: {error}). "
                 "Give an embedder that makes the same vectors; for Chroma's default that is all-MiniLM-L6-v2, e.g. "
-                "`SentenceTransformerEmbedder()`, or --embedder with its folder."
+                "`SentenceTransformerEmbedder()`, or --embedder bundled."
             ) from error
 
     return OtherEmbedder(

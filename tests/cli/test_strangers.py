@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from chromadb import AdminClient
 from chromadb.config import Settings
-from chromadb.utils.embedding_functions import ONNXMiniLM_L6_V2
+from chromadb.utils.embedding_functions import HuggingFaceEmbeddingFunction, ONNXMiniLM_L6_V2
 
 from kp_core import PackStore, SentenceTransformerEmbedder
 from kp_core.facts.client import open_client
@@ -82,6 +83,17 @@ def test_a_strangers_folder_is_read_and_never_changed(kp: Kp, theirs: Path, tmp_
     assert not (theirs / "kp.json").exists()
     assert not (theirs / "packs").exists()
     assert content(theirs) == before
+
+
+def test_a_namespace_is_that_of_a_strangers_packs_and_of_our_facts(kp: Kp, theirs: Path, tmp_path: Path) -> None:
+    of_theirs = ("--collection", "facts", "--packs", "packs", "--namespace", "wiki")
+    assert kp("ask", "theirs", QUESTION, "-k", "2", *of_theirs, *TINY)[0] == 0
+    assert {handle.namespace for handle in PackStore(tmp_path / "packs").handles()} == {"wiki"}
+    hits = as_json(kp("search", "theirs", QUESTION, "-k", "2", *of_theirs, "--json"))["hits"]
+    assert all(hit["handle"].startswith("kp:wiki/") for hit in hits)
+    Path("ours.txt").write_text("A mill stands here.")
+    kp("build", "ours", "ours.txt")
+    one_line(kp("ask", "ours", QUESTION, "--namespace", "wiki", *TINY), "no fact of the namespace 'wiki'", "default")
 
 
 def test_packs_of_what_a_stranger_deleted_go(kp: Kp, theirs: Path, tmp_path: Path) -> None:
@@ -202,17 +214,36 @@ def test_a_server_that_is_away_is_named(kp: Kp, tmp_path: Path) -> None:
         one_line(kp(*command), f"There is no Chroma server at {url}", "chroma run")
 
 
-def test_an_embedding_function_that_cannot_be_reached_is_said_in_one_line(kp: Kp, tmp_path: Path, monkeypatch) -> None:
-    """Chroma's default one downloads its model when it is first used; no proxy leads anywhere here."""
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch) -> None:
+    """No proxy leads anywhere, and Chroma's default embedding function has not been downloaded."""
     monkeypatch.setattr(ONNXMiniLM_L6_V2, "DOWNLOAD_PATH", tmp_path / "none")
     for name in ("http_proxy", "https_proxy", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+
+def test_the_bundled_embedder_stands_for_the_default_of_chroma(kp: Kp, tmp_path: Path, nowhere) -> None:
     client = open_client(tmp_path / "default")
-    client.create_collection("notes").add(ids=["a"], documents=["A mill."], embeddings=[[1.0] * 384])
+    vectors = SentenceTransformerEmbedder().embed(["A mill.", "A light."]).tolist()
+    client.create_collection("notes").add(ids=["a", "b"], documents=["A mill.", "A light."], embeddings=vectors)
     client.close()
-    code, _, told = kp("search", str(tmp_path / "default"), "mill")
+    code, out, _ = kp("search", str(tmp_path / "default"), "mill", "-k", "1", "--json")
+    assert (code, json.loads(out)["hits"][0]["text"]) == (0, "A mill.")
+
+
+def test_an_embedding_function_that_fails_is_said_in_one_line_and_not_needed_for_listing(
+    kp: Kp, tmp_path: Path, nowhere, monkeypatch
+) -> None:
+    monkeypatch.setenv("A_KEY", "none")
+    client = open_client(tmp_path / "theirs")
+    function = HuggingFaceEmbeddingFunction(api_key_env_var="A_KEY")
+    collection = client.create_collection("notes", embedding_function=function)
+    collection.add(ids=["a"], documents=["A mill."], embeddings=[[1.0] * 384])
+    client.close()
+    code, _, told = kp("search", str(tmp_path / "theirs"), "mill")
     assert code == 1
-    assert told.splitlines()[-1].startswith("kp: The collection's own embedding function, 'default', fails (")
+    assert told.splitlines()[-1].startswith("kp: The collection's own embedding function, 'huggingface', fails (")
+    assert as_json(kp("sync", str(tmp_path / "theirs"), "--packs", "packs", "--json")) == {"removed": [], "packs": 0}
 
 
 @pytest.mark.parametrize(

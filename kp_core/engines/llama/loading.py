@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from inspect import signature
 from pathlib import Path
@@ -67,17 +68,23 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         names = ", ".join(str(known).removeprefix("torch.") for known in TYPES)
         raise ModelError(f"Got dtype={dtype!r} for the KV of llama.cpp; expected one of {names}. Others cannot be cut.")
     stamp = stamp_files(path)
-    context = Context(
-        path,
-        cells=cells,
-        dtype=kv_dtype,
-        threads=threads or torch.get_num_threads(),
-        batch_tokens=chunk_tokens,
-        gpu_layers=gpu_layers,
-    )
-    if tokenizer is None:
-        tokenizer = converted_tokenizer(path)
-    template = ChatTemplate(tokenizer, template_options)
+    # llama.cpp reads the file while Python reads the tokenizer. Its errors come first: they say more about a file.
+    with ThreadPoolExecutor(1) as beside:
+        loading = beside.submit(
+            Context,
+            path,
+            cells=cells,
+            dtype=kv_dtype,
+            threads=threads or torch.get_num_threads(),
+            batch_tokens=chunk_tokens,
+            gpu_layers=gpu_layers,
+        )
+        try:
+            if tokenizer is None:
+                tokenizer = converted_tokenizer(path)
+            template = ChatTemplate(tokenizer, template_options)
+        finally:
+            context = loading.result()
     _check_ids(context, tokenizer)
     causal = LlamaModel(context, kv_dtype)
 
