@@ -129,6 +129,8 @@ def test_ask_speaks_as_a_steering_says(
         assert run([*told, *options]) == 0
         assert ("was not calibrated" in " ".join(capfd.readouterr().err.split())) == ("-20" in options)
     assert asked == [None, (steering, None), (steering, -20)]
+    assert run([*told, "--steering", "s", "--dtype", "bfloat16"]) == 1
+    assert "s was made in float32; got --dtype bfloat16" in " ".join(capfd.readouterr().err.split())
     assert run([*told, "--alpha", "1"]) == 2
     assert run([*told, "--steering", "facts.jsonl"]) == 1
 
