@@ -31,7 +31,7 @@ def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
     *,
     k: Annotated[int, typer.Option("-k", min=2, help="How many facts, for a question without passages.")] = 5,
     composers: Annotated[str, typer.Option(help="What to measure, with spaces between.")] = " ".join(COMPOSERS),
-    minutes: Annotated[float, typer.Option(min=0.1, help="Most minutes.")] = 10,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Most minutes; twenty questions are asked at least.")] = 10,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write it to a file, too.")] = None,
     read: ReadOptions,
     model: ModelOptions,

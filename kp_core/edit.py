@@ -127,9 +127,9 @@ def overwrite(
 ) -> KnowledgePack:
     """`pack` with the KV of the tokens of `old` replaced by that of `new`. The KV behind it is moved and kept.
 
-    An approximation, for experiments and for reasoning models (Models Take Notes at Prefill, arXiv 2606.17107): without
-    a chain of thought the old value usually wins. The pack is used only with `mismatch="accept"`. Raises as `amend`,
-    `PackError` for a pack with errata, `UnsupportedRequestError` if the model's keys cannot be moved.
+    An approximation, for experiments and for reasoning models (Models Take Notes at Prefill, arXiv 2606.17107): what
+    stands behind has seen the old value, which may win. The pack is used only with `mismatch="accept"`. Raises as
+    `amend`, `PackError` for a pack with errata, `UnsupportedRequestError` if the model's keys cannot be moved.
     """
     _check(pack)
     if pack.edits.corrections:
@@ -137,7 +137,7 @@ def overwrite(
     text = replaced(pack.text, old, new)
     ids = _tokenised(pack, text, engine, compiled_for)
     logger.warning(
-        "The pack %r is overwritten in its KV alone: without a chain of thought the old value usually wins. "
+        "The pack %r is overwritten in its KV alone: what stands behind has seen the old value, which may win. "
         "`amend` puts an erratum behind it, `rebuild` computes it anew.",
         text[:40],
     )

@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -16,7 +20,7 @@ import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from torch import Tensor
 
-from kp_core.bundled import check_reachable, converted
+from kp_core.bundled import cache_directory, check_reachable, converted
 from kp_core.errors import MissingDependencyError, ModelChangedError, ModelError
 from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
@@ -51,6 +55,7 @@ _FORMATS = {
     torch.int64: "I64",
 }
 _BLOCK = 1 << 20  # Bytes per read.
+_SETTLED_S = 10.0  # Digests of files that were changed since are not kept.
 _VOLATILE = {
     "_name_or_path",
     "architectures",
@@ -232,7 +237,8 @@ def plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 def digest_files(folder: Path) -> str:
     """Digest of the weight files that transformers would load; equals `digest_tensors` of the stored tensors.
 
-    Files in other formats than safetensors are digested whole. Raises `OSError` or `ValueError`.
+    Files in other formats than safetensors are digested whole. The digest is kept in the user's cache directory until
+    path, size, times or inode of a file change. Raises `OSError` or `ValueError`.
     """
     candidates = (folder, *(folder / name for name in _WEIGHTS))
     weights_file = next((file for file in candidates if file.is_file()), None)
@@ -241,10 +247,37 @@ def digest_files(folder: Path) -> str:
     names = [weights_file.name]
     if weights_file.suffix == ".json":
         names = sorted(set(json.loads(weights_file.read_bytes())["weight_map"].values()))
+    files = [weights_file.parent / name for name in names]
+    state, changed = _state_of(files)
+    kept = cache_directory() / "digests" / state
+    with suppress(OSError, UnicodeDecodeError):
+        if re.fullmatch("[0-9a-f]{32}", text := kept.read_text("ascii")):
+            return text
+    digest = _digest_contents(files)
+    # A file that was just written may be written again within the resolution of its times.
+    if time.time() - changed > _SETTLED_S and _state_of(files)[0] == state:
+        with suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as staging:
+                staging.write(digest)
+            Path(staging.name).replace(kept)
+    return digest
+
+
+def _state_of(files: Sequence[Path]) -> tuple[str, float]:
+    """A digest of what changes with every change of the files, and the time of the last one."""
+    stats = [file.stat() for file in files]
+    states = [
+        (str(file.resolve()), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        for file, stat in zip(files, stats, strict=True)
+    ]
+    return _digest(_stable(states)), max(max(stat.st_mtime, stat.st_ctime) for stat in stats)
+
+
+def _digest_contents(files: Sequence[Path]) -> str:
     parts: dict[str, Callable[[], bytes]] = {}
-    for name in names:
-        file = weights_file.parent / name
-        size, start = file.stat().st_size, 0
+    for file in files:
+        name, size, start = file.name, file.stat().st_size, 0
         header: dict[str, Any] = {name: {"dtype": "file", "shape": [size], "data_offsets": [0, size]}}
         if name.endswith(".safetensors"):
             with file.open("rb") as opened:

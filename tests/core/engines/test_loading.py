@@ -3,6 +3,8 @@
 import copy
 import io
 import json
+import os
+import shutil
 import socket
 import sys
 import warnings
@@ -15,6 +17,7 @@ from torch.ao.quantization import quantize_dynamic
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from kp_core import load_engine
+from kp_core.engines.hf import identity
 from kp_core.engines.hf.foresight import foresee
 from kp_core.engines.hf.identity import identity_of, load_tokenizer, watched
 from kp_core.engines.hf.loading import _warn_of_others, bundled_model, load, load_session
@@ -148,6 +151,42 @@ def test_one_bit_of_the_weights_matters_and_other_files_do_not(tmp_path):
     data[-3] ^= 1
     file.write_bytes(data)
     assert set(identity_of(tmp_path).diff(before)) == {"weights"}
+
+
+def test_the_digest_of_files_is_kept_until_one_changes(tmp_path, monkeypatch):
+    folder, cache, read = save(tmp_path / "model"), tmp_path / "cache", []
+    digest_range = identity._digest_range
+    monkeypatch.setenv("KP_CACHE", str(cache))
+    monkeypatch.setattr(identity, "_digest_range", lambda *part: read.append(part) or digest_range(*part))
+
+    def digested():
+        read.clear()
+        return identity.digest_files(folder), bool(read)
+
+    first = digested()
+    assert first[1]
+    assert digested() == first, "a file that was just written may change again at the same time"
+    assert not cache.exists()
+    monkeypatch.setattr(identity, "_SETTLED_S", 0)
+    assert digested() == first
+    assert digested() == (first[0], False)
+    # Other bytes of the same size and modification time.
+    weights = folder / "model.safetensors"
+    before, content = weights.stat(), bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    second = digested()
+    assert second[1]
+    assert second[0] != first[0]
+    # What is kept is damaged, or cannot be kept.
+    for kept in cache.glob("digests/*"):
+        kept.write_text("no digest")
+    assert digested() == second
+    assert digested() == (second[0], False)
+    shutil.rmtree(cache)
+    cache.write_text("a file")
+    assert digested() == second
 
 
 def test_weights_in_another_format_are_digested_whole(tmp_path):
