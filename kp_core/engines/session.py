@@ -101,7 +101,7 @@ class Session:
 
     @property
     def fingerprint(self) -> ModelFingerprint:
-        """The model and its numerics. The weights are hashed on first use."""
+        """The model and its numerics. The weights are hashed on first use, and again when their files have changed."""
         return self.engine.identity
 
     @property

@@ -195,7 +195,7 @@ def test_ask_answers_with_sources_and_counts(kp: Kp, bank: Path, once: None) -> 
     # The same tokenizer and template, whatever the dtype; as text and by handle each prompt is the same, byte for byte.
     verified = as_json(kp("verify", "bank", "--json"))
     assert (verified["wrong"], verified["template"]) == ([], {"checked": 2, "other_model": 0})
-    assert "Sources: none" in kp("ask", "bank", "Which bird?", "--namespace", "other", "--max-tokens", "2")[1]
+    assert "Sources: none" in kp("ask", "bank", "Which bird?", "--where", '{"year": 1}', "--max-tokens", "2")[1]
 
 
 @pytest.fixture
@@ -221,7 +221,9 @@ def test_chat_looks_where_it_is_told_to(kp: Kp, bank: Path, at_once: None, typed
     typed(question)
     assert "from Novel · facts.jsonl, Bread" in kp("chat", "bank", "--where", '{"year": 1987}', "--max-tokens", "2")[1]
     typed(question)
-    assert "no fact passes the filter" in kp("chat", "bank", "--namespace", "other", "--max-tokens", "2")[1]
+    assert "no fact passes the filter" in kp("chat", "bank", "--where", '{"year": 1}', "--max-tokens", "2")[1]
+    typed(question)
+    assert "no fact of the namespace 'other'" in kp("chat", "bank", "--namespace", "other", "--max-tokens", "2")[2]
     typed(question)
     code, _, err = kp("chat", "bank", "--where", "year", "--max-tokens", "2")
     assert (code, "expected JSON" in err) == (1, True)

@@ -87,6 +87,7 @@ def test_banks_are_made_when_they_are_asked_for(kp: Kp, bank: Path) -> None:
     assert "chroma" in kp("inspect", "bank")[1]
 
 
+@pytest.mark.slow
 def test_what_is_removed_leaves_the_disk_with_its_packs(kp: Kp, bank: Path) -> None:
     assert kp(*COMPILE)[0] == 0
     said = as_json(kp("remove", "bank", "tid", "--dry-run", "--json"))
@@ -132,6 +133,7 @@ def test_verify_repairs_vectors_and_names_packs_that_no_fact_uses(kp: Kp, bank: 
     assert hit["id"] == "mill"
 
 
+@pytest.mark.slow
 def test_verify_looks_at_the_database_and_the_packs(kp: Kp, bank: Path) -> None:
     assert kp(*COMPILE)[0] == 0
     pack = next((bank / "packs").glob("packs/*/*/*.safetensors"))

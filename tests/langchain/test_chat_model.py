@@ -235,6 +235,7 @@ def test_conversations_with_tool_messages_render(tiny):
     assert answer.usage_metadata["input_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_the_adapter_imports_alone():
     code = (
         "import sys, kp_langchain\n"

@@ -278,6 +278,7 @@ def test_leaving_a_stream_early_stops_the_engine(tiny):
     assert tiny.chat(CHAT, max_tokens=1).raw["usage"]["completion_tokens"] == 1
 
 
+@pytest.mark.slow
 def test_the_adapter_imports_alone():
     code = (
         "import sys, kp_llamaindex\n"

@@ -14,6 +14,7 @@ FACTS = [
 QUESTION = "Who keeps the lighthouse of Brask?"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_warm_is_cold_in_every_order(request, tmp_path, dtype):
     engine, store = request.getfixturevalue("smol" if dtype == "float32" else "smol_bf16"), PackStore(tmp_path)

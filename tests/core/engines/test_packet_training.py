@@ -78,6 +78,7 @@ def test_gradients_reach_the_soft_tokens_alone():
             assert float(found[row, column]) == pytest.approx((up - down) / (2 * step), rel=0.1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_training_gets_better(tmp_path):
     out = tmp_path / "new" / "isles.wrapper"
     engine = tiny_engine()

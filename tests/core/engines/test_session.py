@@ -353,6 +353,7 @@ next(held)
 """
 
 
+@pytest.mark.slow
 def test_a_process_may_end_while_a_stream_is_open():
     done = subprocess.run([sys.executable, "-c", _ABANDONED], capture_output=True, text=True, check=False)  # noqa: S603
     assert (done.returncode, done.stderr) == (0, "")

@@ -541,6 +541,7 @@ def expected(texts, said):
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, pytest.param(6, marks=pytest.mark.nightly)])
 def test_what_was_acknowledged_survives_being_killed(tmp_path, kills):
     draw, texts = random.Random(0), set()

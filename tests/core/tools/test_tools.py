@@ -238,6 +238,7 @@ def test_sampling_at_high_temperature_stays_valid(thin):
         jsonschema.validate(json.loads(answer.text), schema)
 
 
+@pytest.mark.slow
 def test_a_forced_call_is_that_call(smol):
     answer = smol.generate(
         "What is the weather in Paris?", tools=[WEATHER, CLOCK], tool_choice="weather", max_tokens=48
