@@ -19,8 +19,8 @@ from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from kp_cli import INTERRUPTED, importing
-from kp_cli.shared import ERRORS, fitted, message_of, plain
-from kp_cli.signs import waiting
+from kp_cli.shared import ERRORS, message_of, plain
+from kp_cli.signs import fitted, waiting
 
 __all__ = ["app", "load_command", "run"]
 

@@ -28,7 +28,6 @@ from kp_cli.shared import (
     did_you_mean,
     existing,
     filter_of,
-    fitted,
     is_collection,
     is_store,
     located,
@@ -37,7 +36,7 @@ from kp_cli.shared import (
     spread,
     tell,
 )
-from kp_cli.signs import waiting
+from kp_cli.signs import fitted, waiting
 from kp_core import edit as editing
 from kp_core.compiling import compile_cost, estimate_units, find_compiled, provenance_of
 from kp_core.delivery import KV, Delivery, Unit

@@ -17,7 +17,7 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kp_cli.signs import waiting
+from kp_cli.signs import fitted, waiting
 from kp_core.bundled import cache_directory
 
 __all__ = ["COMMANDS", "GIVEN", "connected", "run_folder", "run_there", "setup"]
@@ -54,7 +54,7 @@ def run_there(arguments: list[str]) -> int | None:
                 return int(message["code"])
             stream = sys.stdout if "out" in message else sys.stderr
             try:
-                stream.write(message.get("out") or message.get("err") or "")
+                stream.write(message.get("out") or fitted(message.get("err") or ""))  # There it has no terminal.
                 stream.flush()
             except BrokenPipeError:  # The reader has enough (`kp search … | head`). At exit there is nothing to flush.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -14,12 +14,12 @@ from kp_cli.shared import (
     SearchOptions,
     about_hit,
     console,
-    fitted,
     is_store,
     print_json,
     sourced,
     spread,
 )
+from kp_cli.signs import fitted
 from kp_core.packs.handle import Handle
 
 __all__ = ["search"]

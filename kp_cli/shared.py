@@ -8,9 +8,7 @@ import inspect
 import json
 import os
 import re
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, is_dataclass
@@ -23,7 +21,7 @@ from rich.segment import Segment
 from rich.table import Table
 
 from kp_cli import importing
-from kp_cli.signs import waiting
+from kp_cli.signs import fitted, waiting
 from kp_core.bundled import check_reachable
 from kp_core.errors import FactError, KnowledgePackError, ModelError, SourceError
 from kp_core.facts import ChromaFactStore, Fact, Filter, Hit, LexicalReranker
@@ -306,18 +304,6 @@ def console() -> Console:
     return terminal if terminal.is_terminal else _Terminal(highlight=False, markup=False, width=80)
 
 
-def fitted(text: str, width: int | None = None) -> str:
-    """`text` in lines of at most `width` characters, broken between words.
-
-    By default for standard error: as wide as its terminal; a line stays one in a file or pipe.
-    """
-    if width is None:
-        width = shutil.get_terminal_size().columns if _is_terminal() else sys.maxsize
-    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "  "}
-    lines = text.split("\n")
-    return "\n".join("\n".join(textwrap.wrap(line, width, **options)) if len(line) > width else line for line in lines)
-
-
 def print_json(data: Mapping[str, Any]) -> None:
     """Print one JSON object."""
     encoded = json.dumps(data, ensure_ascii=False, indent=2, default=str)
@@ -440,10 +426,6 @@ def sourced(fact: Fact) -> str:
 def counted(count: int, noun: str) -> str:
     """`1 fact`, `2 facts`."""
     return f"{count:,} {noun}" + "s" * (count != 1)
-
-
-def _is_terminal() -> bool:
-    return sys.stderr.isatty()
 
 
 def _shown(value: object) -> str:

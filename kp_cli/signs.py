@@ -1,15 +1,18 @@
-"""Signs of life: while a command loads or computes, a line on standard error says what it does."""
+"""Lines on standard error: what a command does while it loads or computes, in the width of the terminal."""
 
 from __future__ import annotations
 
 import itertools
+import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["waiting"]
+__all__ = ["fitted", "waiting"]
 
 _FIRST_S, _EVERY_S = 1.0, 5.0
 
@@ -38,3 +41,19 @@ def waiting(doing: str) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def fitted(text: str, width: int | None = None) -> str:
+    """`text` in lines of at most `width` characters, broken between words.
+
+    By default for standard error: as wide as its terminal; a line stays one in a file or pipe.
+    """
+    if width is None:
+        width = shutil.get_terminal_size().columns if _is_terminal() else sys.maxsize
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "  "}
+    lines = text.split("\n")
+    return "\n".join("\n".join(textwrap.wrap(line, width, **options)) if len(line) > width else line for line in lines)
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty()

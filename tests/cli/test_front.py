@@ -182,7 +182,7 @@ def test_what_a_newcomer_meets_fits_80_columns_and_says_what_to_do_next(
         code, out, _ = kp(*screen)
         assert (code, wide(out)) == (0, []), screen
     # In a pipe an error stays one line.
-    monkeypatch.setattr("kp_cli.shared._is_terminal", lambda: True)
+    monkeypatch.setattr("kp_cli.signs._is_terminal", lambda: True)
     for command, next_step in {
         ("build", "docs"): "`kp build NAME docs`",
         ("build", "new"): "give at least one",
