@@ -1,5 +1,6 @@
 """Engines, models and data that many tests share."""
 
+import gc
 import json
 import logging
 import os
@@ -18,6 +19,12 @@ from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 
 DEMO = Path(__file__).parents[1] / "cookbooks" / "demo"
 DATA = Path(os.environ.get("KP_DATA") or Path(__file__).parents[1] / ".." / "shared" / "data")
+
+
+def pytest_collection_finish():
+    """Garbage collection need not look at what was imported and collected, which stays to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

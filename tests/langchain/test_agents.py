@@ -79,7 +79,7 @@ def ask(agent, text, thread="1"):
     ("placement", "count"),
     [
         ("in_place", 8),
-        ("system", 6),
+        pytest.param("system", 6, marks=pytest.mark.slow),
         *(pytest.param(each, 20, marks=pytest.mark.slow) for each in ("in_place", "system")),
     ],
 )

@@ -191,7 +191,8 @@ async def read_everything(engine, store, handles, **settings):
 
 
 @pytest.mark.parametrize(
-    ("placement", "steps"), [("in_place", 8), ("system", 6), pytest.param("in_place", 20, marks=pytest.mark.slow)]
+    ("placement", "steps"),
+    [("system", 6), *(pytest.param("in_place", steps, marks=pytest.mark.slow) for steps in (8, 20))],
 )
 async def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(long_engine, store, placement, steps):
     shelf = [f"Book {number}: " + f"the number {number * 7919} is on page {number}. " * 4 for number in range(steps)]

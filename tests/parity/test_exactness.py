@@ -45,6 +45,7 @@ def test_pack_equals_text_on_this_engine(request, rows, tmp_path, dtype):
         assert pack.token_ids == text.token_ids
 
 
+@pytest.mark.slow
 def test_pack_equals_plain_text_and_plain_generate(smol, rows, tmp_path):
     store = PackStore(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=torch.float32)

@@ -176,6 +176,7 @@ def test_cancelling_stops_and_frees(smol):
     assert all(node.users == 0 for node in smol.engine.tree._age)
 
 
+@pytest.mark.slow
 async def test_async_does_not_block_the_loop(smol):
     ticks = 0
 

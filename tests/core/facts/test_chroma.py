@@ -279,6 +279,7 @@ def rooms_of_indexes(folder):
     return [room for room in rooms if room]
 
 
+@pytest.mark.slow
 def test_no_memory_stays_in_the_room_of_an_index(tmp_path, monkeypatch):
     monkeypatch.setenv("MALLOC_PERTURB_", "90")  # In what this process starts, glibc fills memory before it is used.
     with ChromaFactStore(tmp_path, HashEmbedder()) as store:
@@ -295,6 +296,7 @@ def test_no_memory_stays_in_the_room_of_an_index(tmp_path, monkeypatch):
         check(store, facts_of(20))
 
 
+@pytest.mark.slow
 def test_a_vacuum_leaves_the_collections_of_others(tmp_path):
     with ChromaFactStore(tmp_path, HashEmbedder()) as store:
         build(store, facts_of(5))
@@ -329,6 +331,7 @@ def test_verify_finds_what_others_damaged_and_repairs_it(tmp_path):
 # Servers
 
 
+@pytest.mark.slow
 def test_several_writers_and_readers_on_a_server(emptied):
     with ChromaFactStore(emptied, HashEmbedder(), bank_size=5) as first:
         build(first, facts_of(20))

@@ -322,7 +322,7 @@ def test_what_comes_later_joins_the_nearest_bank(make_store: MakeStore) -> None:
     check(store, [changed, *facts[1:]])
 
 
-@pytest.mark.parametrize("at_once", [1, 200])
+@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), 200])
 def test_banks_that_came_to_hold_twice_their_size_are_made_anew(make_store: MakeStore, at_once: int) -> None:
     store, facts = make_store(bank_size=5), facts_of(230)
     build(store, facts[:30])

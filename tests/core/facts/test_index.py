@@ -65,6 +65,7 @@ def test_an_index_that_a_killed_process_was_writing_is_made_anew(path, name):
     check(path)
 
 
+@pytest.mark.slow
 def test_a_repair_that_was_killed_is_taken_up(path, monkeypatch):
     file = max(path.glob("*-*-*-*-*/data_level0.bin"), key=lambda file: file.stat().st_size)
     file.write_bytes(file.read_bytes()[:-1])

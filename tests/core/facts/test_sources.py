@@ -407,6 +407,7 @@ def test_deeply_nested_html_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(20)  # Each took minutes.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "texts"),
     [

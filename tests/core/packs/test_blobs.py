@@ -288,6 +288,7 @@ def test_a_place_of_somebody_else_is_not_swept(tmp_path):
     assert (tmp_path / "staging" / "mine.tmp").exists()
 
 
+@pytest.mark.slow
 def test_what_is_being_written_is_never_taken_for_a_leftover(tmp_path):
     lost, done = [], threading.Event()
 
