@@ -101,7 +101,7 @@ class Session:
 
     @property
     def fingerprint(self) -> ModelFingerprint:
-        """The model and its numerics. The weights are hashed on first use, and again when their files have changed."""
+        """The model and its numerics. The weights are hashed on first use, or when their files change."""
         return self.engine.identity
 
     @property

@@ -484,7 +484,7 @@ def _about(collection: Any) -> dict[str, Any]:  # noqa: ANN401
     return {key.removeprefix("kp:"): value for key, value in items if key.startswith("kp:")}
 
 
-def _is_installed() -> bool:
+def _has_bundled() -> bool:
     try:
         return bundled_embedder().is_dir()
     except MissingDependencyError:
@@ -499,7 +499,7 @@ def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder
     if function is None or description.get("type") != "known":
         return None
     name = str(description.get("name"))
-    if name == "default" and _is_installed():
+    if name == "default" and _has_bundled():  # The same model, which Chroma would download.
         return None
 
     def asked(embed: Any, texts: Any) -> Any:  # noqa: ANN401 - Chroma's

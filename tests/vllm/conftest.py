@@ -13,7 +13,7 @@ from kp_serve.access import add_key
 from tests.conftest import DEMO
 
 # Threads that are bound to cores wait for one another whenever something else runs there.
-# A server of 2 GiB of KV takes 5 GB; four run at a time, and of 16 GB the kernel then takes one back.
+# With 2 GiB of KV, five servers at a time and the tests filled 24 GB, and the kernel ended one.
 SETTINGS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 VLLMS = ["--max-model-len", "2048", "--max-num-batched-tokens", "1024", "--max-num-seqs", "8"]
 

@@ -55,7 +55,7 @@ _FORMATS = {
     torch.int64: "I64",
 }
 _BLOCK = 1 << 20  # Bytes per read.
-_SETTLED_S = 10.0  # Digests of files that were changed since are not kept.
+_SETTLED_S = 10.0  # The digest of a file that was changed within so many seconds is not kept.
 _VOLATILE = {
     "_name_or_path",
     "architectures",

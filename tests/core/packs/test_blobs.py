@@ -164,6 +164,14 @@ def test_packs_in_a_place_that_is_no_folder():
         store.path  # noqa: B018 - a property that raises
 
 
+def test_a_file_is_no_place_for_packs(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for place in ("notes.txt", "notes.txt/packs"):
+        with pytest.raises(PackError, match=r"notes\.txt.* is a file, or lies in one; expected a folder"):
+            PackStore(tmp_path / place)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     "key", ["", "/etc/passwd", "../a", "a/../b", "a//b", "a/", "A", ".a", "a/.b", "a\\b", "a\nb", "a\x00", "staging/a"]
 )
