@@ -166,7 +166,9 @@ def _without_names(model: dict[str, Any], secret: Mapping[str, str]) -> dict[str
     if "merges" in model:
         pairs = ((pair, pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"])
         renamed["merges"] = [
-            pair for pair, (left, right) in pairs if secret.keys().isdisjoint((left, right, left + right))
+            pair
+            for pair, (left, right) in pairs
+            if left not in secret and right not in secret and left + right not in secret
         ]
     return renamed
 

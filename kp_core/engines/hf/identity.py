@@ -126,10 +126,17 @@ def identity_of(source: str | Path, *, trust_remote_code: bool = False) -> Model
 
 def tokenizer_identity(tokenizer: Any, template: ChatTemplate) -> dict[str, str]:  # noqa: ANN401
     """The fields of a fingerprint that depend on the tokenizer alone."""
-    canonical = json.loads(tokenizer.backend_tokenizer.to_str())
-    for state_of_last_call in ("padding", "truncation"):
-        canonical.pop(state_of_last_call, None)
-    return {"tokenizer": _digest(_stable(canonical)), "chat_template": template.digest}
+    serialised = tokenizer.backend_tokenizer.to_str()
+
+    def digest() -> str:
+        canonical = json.loads(serialised)
+        for state_of_last_call in ("padding", "truncation"):
+            canonical.pop(state_of_last_call, None)
+        return _digest(_stable(canonical))
+
+    # A release that digests another form needs another name.
+    name = f"tokenizer-{_digest(serialised.encode())}"
+    return {"tokenizer": _kept_digest(name, digest), "chat_template": template.digest}
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,13 +256,22 @@ def digest_files(folder: Path) -> str:
         names = sorted(set(json.loads(weights_file.read_bytes())["weight_map"].values()))
     files = [weights_file.parent / name for name in names]
     state, changed = _state_of(files)
-    kept = cache_directory() / "digests" / state
+    # A file that was just written may be written again within the resolution of its times.
+    return _kept_digest(
+        state,
+        lambda: _digest_contents(files),
+        lambda: time.time() - changed > _SETTLED_S and _state_of(files)[0] == state,
+    )
+
+
+def _kept_digest(name: str, compute: Callable[[], str], may_keep: Callable[[], bool] = lambda: True) -> str:
+    """The digest in the user's cache directory under `name`; if there is none, what `compute` returns, kept there."""
+    kept = cache_directory() / "digests" / name
     with suppress(OSError, UnicodeDecodeError):
         if re.fullmatch("[0-9a-f]{32}", text := kept.read_text("ascii")):
             return text
-    digest = _digest_contents(files)
-    # A file that was just written may be written again within the resolution of its times.
-    if time.time() - changed > _SETTLED_S and _state_of(files)[0] == state:
+    digest = compute()
+    if may_keep():
         with suppress(OSError):
             kept.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as staging:

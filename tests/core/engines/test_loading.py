@@ -25,6 +25,7 @@ from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.errors import FingerprintMismatchError, ModelChangedError, ModelError, UnsupportedModelError
 from kp_core.packs.fingerprint import NUMERICS
+from kp_core.prompt.template import ChatTemplate
 from kp_core.testing import ARCHITECTURES, tiny_model, tiny_tokenizer
 from tests.matrix import architectures
 
@@ -208,6 +209,22 @@ def test_a_tokenizer_that_truncated_once_is_the_same_tokenizer():
     tokenizer(TEXT, truncation=True, max_length=3)
     assert '"max_length":3' in tokenizer.backend_tokenizer.to_str()
     assert load_engine(tiny_model("llama"), tokenizer=tokenizer).fingerprint == first
+
+
+def test_the_digest_of_a_tokenizer_is_kept_and_each_has_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("KP_CACHE", str(tmp_path))
+    tokenizer, template = tiny_tokenizer(), ChatTemplate(tiny_tokenizer())
+    stable, serialised = identity._stable, []
+    monkeypatch.setattr(identity, "_stable", lambda value: serialised.append(value) or stable(value))
+    first = identity.tokenizer_identity(tokenizer, template)
+    assert len(serialised) == 1
+    assert identity.tokenizer_identity(tokenizer, template) == first
+    assert len(serialised) == 1
+    tokenizer.add_tokens(["zebra"])
+    assert identity.tokenizer_identity(tokenizer, template)["tokenizer"] != first["tokenizer"]
+    for kept in tmp_path.glob("digests/*"):
+        kept.write_text("no digest")
+    assert identity.tokenizer_identity(tiny_tokenizer(), template) == first
 
 
 def test_damaged_checkpoints_are_named(tmp_path):
