@@ -169,6 +169,7 @@ def test_a_folder_that_another_process_holds_is_read_and_not_written(kp: Kp, ban
     assert kp("add", "bank", "--fact", "The ferry leaves at six.")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_server_is_a_place_as_well(kp: Kp, tmp_path: Path, emptied: str) -> None:
     (tmp_path / "facts.txt").write_text("\n\n".join(str(fact["text"]) for fact in FACTS))
     one_line(kp("search", emptied, QUESTION), f"Name a collection of {emptied}; there are []")

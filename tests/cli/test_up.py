@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="It needs Unix s
 
 OWN = ("--engine", "tests.cli.engines:own")
 ASKED = ("ask", "bank", "Which bird is on the flag?", "-k", "2", "--max-tokens", "4", *OWN, "--json")
+OURS = {"PYTHONPATH": ENVIRONMENT["PYTHONPATH"]}
 CLIENT = "import sys; from kp_cli.resident import run_there; sys.exit(run_there(sys.argv[1:]))"
 
 
@@ -36,8 +37,7 @@ def beside(kp: Kp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
     monkeypatch.setattr("kp_cli.resident.GIVEN", dict(os.environ))
 
     def client(*arguments: str, **changed: str) -> tuple[int, str, str]:
-        command, environment = [sys.executable, "-c", CLIENT, *arguments], ENVIRONMENT | dict(os.environ) | changed
-        environment["PYTHONPATH"] = ENVIRONMENT["PYTHONPATH"]
+        command, environment = [sys.executable, "-c", CLIENT, *arguments], ENVIRONMENT | os.environ | OURS | changed
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)  # noqa: S603, PLW1510
         return done.returncode, done.stdout, done.stderr
 
@@ -80,7 +80,7 @@ def test_commands_run_there(kp: Kp, bank: Path, beside: Callable[..., int], tmp_
         assert client("ask", "bank")[0] == 2
         # A client that goes away ends its answer, and nothing else.
         long = [sys.executable, "-c", CLIENT, *ASKED[:-1], "--max-tokens", "1500"]
-        there: dict[str, Any] = {"env": ENVIRONMENT | os.environ, "cwd": tmp_path, "stdout": subprocess.PIPE}
+        there: dict[str, Any] = {"env": ENVIRONMENT | os.environ | OURS, "cwd": tmp_path, "stdout": subprocess.PIPE}
         with subprocess.Popen(long, **there) as process:  # noqa: S603 - our own
             assert process.stdout is not None
             assert process.stdout.read(1)

@@ -7,12 +7,7 @@ import warnings
 from inspect import isawaitable
 from pathlib import Path
 
-import matplotlib as mpl
-import matplotlib.pyplot as plt
-import nbformat
 import pytest
-from llama_index.core import Settings
-from nbclient import NotebookClient
 
 import kp_core
 
@@ -38,6 +33,11 @@ def here(tmp_path, monkeypatch):
 @notebooks
 async def test_a_notebook_runs_on_a_thin_model(path, here, thin_model, monkeypatch):
     """In this process, which has its libraries loaded already."""
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+    import nbformat
+    from llama_index.core import Settings
+
     load = kp_core.load_engine
     monkeypatch.setattr(kp_core, "load_engine", lambda **options: load(thin_model, device="cpu", **options))
     monkeypatch.setattr(Settings, "_callback_manager", None)
@@ -62,6 +62,9 @@ async def test_a_notebook_runs_on_a_thin_model(path, here, thin_model, monkeypat
 @notebooks
 def test_a_notebook_runs(path, here):
     """As a reader runs it: in a kernel of its own, on the bundled model."""
+    import nbformat
+    from nbclient import NotebookClient
+
     notebook = nbformat.read(path, as_version=4)
     stored = [_printed(cell) for cell in notebook.cells]
     NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(here)}}).execute()
