@@ -116,8 +116,8 @@ def _add(name: str, tensors: Sequence[Tensor], deltas: Mapping[int, Tensor], spa
 class Composer(Protocol):
     """Makes the KV of packs that do not stand behind the prefix they were compiled for.
 
-    Packs behind their prefix are exact, and their KV is used without a composer. The composed KV depends on the
-    tokens before and in the region alone.
+    Packs behind their prefix are exact, and their KV is used without a composer. The composed KV depends
+    only on the tokens before and inside the region.
     """
 
     @property

@@ -84,7 +84,11 @@ class FactStore(ABC):
     def _rows(
         self, space: str, *, ids: Sequence[str] | None = None, where: Filter | None = None, vectors: bool = False
     ) -> Iterator[Row]:
-        """Yield the rows with these ids, or all; `where`, which may name `kp:bank`, may be applied only in part."""
+        """Yield the rows with these ids, or all, in the order they were added.
+
+        `where`, which may name `kp:bank`, `kp:digest` and `kp:expires`, may be applied only in part. Rows that are
+        written meanwhile may be missing.
+        """
 
     @abstractmethod
     def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
@@ -92,7 +96,10 @@ class FactStore(ABC):
 
     @abstractmethod
     def _put(self, space: str, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
-        """Store facts, replacing those with the same ids, in banks of these numbers; durable on return."""
+        """Store facts, replacing those with the same ids, which keep their place. Durable on return.
+
+        They stand in the banks of these numbers, or in none.
+        """
 
     @abstractmethod
     def _remove(self, space: str, ids: Sequence[str]) -> None:
@@ -100,7 +107,7 @@ class FactStore(ABC):
 
     @abstractmethod
     def _bank_count(self, space: str) -> int | None:
-        """Number of banks made, numbered from 0, including those without facts now; `None` if there are none."""
+        """Number of banks made, numbered from 0, also without facts; `None` if banks were never made, or dropped."""
 
     @abstractmethod
     def _nearest_banks(self, space: str, vectors: Vectors, count: int) -> list[list[tuple[int, float]]]:
@@ -108,9 +115,9 @@ class FactStore(ABC):
 
     @abstractmethod
     def _set_banks(self, space: str, numbers: Mapping[str, int], centroids: Vectors) -> None:
-        """Put each fact into the bank of its number; `centroids` has one row per bank, and may be empty.
+        """Put each fact into the bank of its number; `centroids` has one row per bank; without any, banks are dropped.
 
-        Until this finishes, the namespace has no banks, also if the process is killed.
+        If the process is killed meanwhile, the namespace has no banks, or all of them.
         """
 
     def _check_writes(self) -> None:  # noqa: B027 - most stores may always be changed

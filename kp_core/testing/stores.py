@@ -171,8 +171,13 @@ def _check_adding(store: FactStore, _: HashEmbedder) -> None:
         Fact("new", id=Fact("a").id, version=2),
     )
     _same("With `overwrite`, facts of several ids may have one text.", store.get("twin").text, "b")
+    _same("A fact that is replaced keeps its place.", [fact.text for fact in store.facts()], ["new", "b", "b"])
+    whole = Fact("whole", "title", "source", {"none": None, "deep": [1, {"x": "y"}]}, "id 1", expires=2e9, version=3)
+    store.add([whole])
+    _same("`get` returns every field of a fact.", store.get("id 1"), whole)
     store.add([Fact("past", expires=time.time() - 1), Fact("later")], ttl=1e6)
-    _same("An expired fact is not found.", {fact.text for fact in store.facts()} & {"past", "later"}, {"later"})
+    _same("An expired fact is not listed.", {fact.text for fact in store.facts()} & {"past", "later"}, {"later"})
+    holds("A search ignores an expired fact.", "past" not in {hit.fact.text for hit in store.search("past", 9)})
     expires = store.get(Fact("later").id).expires or 0
     holds("`ttl` sets `expires`, in seconds since 1970.", abs(expires - time.time() - 1e6) < 60)
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from kp_core import MemoryFactStore
+from kp_core.facts.base import Hit
+from kp_core.facts.store import alive
 from kp_core.testing import check_fact_store
 
 
@@ -47,6 +49,23 @@ class Lost(MemoryFactStore):
         return next((fact for fact in self.facts(ids=[fact_id])), None)
 
 
+class Moved(MemoryFactStore):
+    def _put(self, space, facts, vectors, banks=None):
+        self._remove(space, [fact.id for fact in facts])
+        super()._put(space, facts, vectors, banks)
+
+
+class Sourceless(MemoryFactStore):
+    def get(self, fact_id, **options):
+        return replace(super().get(fact_id, **options), source="")
+
+
+class Late(MemoryFactStore):
+    def search(self, question, k=4, **options):
+        expired = [row.fact for space in self._spaces(None) for row in self._rows(space) if not alive(row.fact)]
+        return [*super().search(question, k, **options), *(Hit(fact, 0.0) for fact in expired)]
+
+
 class Stranger:
     def __init__(self, embedder):
         self.embedder = embedder
@@ -62,6 +81,9 @@ class Stranger:
         (Forgetful, "`search` finds the text of an update"),
         (Bankless, "A hit of a search in banks names its bank"),
         (Lost, "`get` of an unknown id raises FactError"),
+        (Moved, "A fact that is replaced keeps its place"),
+        (Sourceless, "`get` returns every field of a fact"),
+        (Late, "A search ignores an expired fact"),
         (Stranger, "A store is a `FactStore`"),
     ],
 )
