@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,12 +54,12 @@ def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
     )
     if out is not None:
         out.write_text(calibration.to_json(), encoding="utf-8")
-    chosen = {
-        packs: session.calibrations.chosen(calibration, packs, tokens).sentence
-        for packs, tokens in calibration.sizes.items()
-    }
+    chosen = {}
+    for packs, tokens in calibration.sizes.items():
+        composer, reason = session.calibrations.chosen(calibration, packs, tokens)
+        chosen[packs] = f"{composer.key}, because {reason}"
     lines = [calibration.table(), *(f"auto, up to {packs} packs: {sentence}." for packs, sentence in chosen.items())]
-    tell({**calibration.to_dict(), "auto": chosen}, "\n".join(lines), as_json=as_json)
+    tell({**asdict(calibration), "auto": chosen}, "\n".join(lines), as_json=as_json)
 
 
 def _questions(path: Path, facts: FactStore, k: int) -> list[CalibrationQuestion]:

@@ -22,8 +22,13 @@ if TYPE_CHECKING:
         SpliceComposer,
     )
     from kp_core.engines.base import Engine, TokenStream
-    from kp_core.engines.calibration import Calibration, CalibrationQuestion, calibrate_composers
-    from kp_core.engines.comparing import Comparison, compare_composers
+    from kp_core.engines.calibration import (
+        Calibration,
+        CalibrationQuestion,
+        Comparison,
+        calibrate_composers,
+        compare_composers,
+    )
     from kp_core.engines.hf.loading import bundled_model
     from kp_core.engines.local.tree import PrefixTree
     from kp_core.engines.reading import AsyncStream, Generation, Stream, Usage
@@ -109,8 +114,7 @@ _PLACES = {
     "bundled": "bundled_embedder",
     "compose": "AutoComposer Composer ExactComposer NaiveComposer PacketComposer SelectComposer SpliceComposer",
     "engines.base": "Engine TokenStream",
-    "engines.calibration": "Calibration CalibrationQuestion calibrate_composers",
-    "engines.comparing": "Comparison compare_composers",
+    "engines.calibration": "Calibration CalibrationQuestion Comparison calibrate_composers compare_composers",
     "engines.hf.loading": "bundled_model",
     "engines.local.tree": "PrefixTree",
     "engines.reading": "AsyncStream Generation Stream Usage",

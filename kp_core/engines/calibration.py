@@ -1,4 +1,7 @@
-"""Measures composers by right answers, keeps the result beside the packs, and chooses a request's composer by it."""
+"""Measures composers, keeps the result beside the packs, and chooses a request's composer by it.
+
+`calibrate_composers` counts right answers, `compare_composers` compares with exact composition on prompts of your own.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from kp_core.compose import AutoComposer, Composer, ExactComposer, PacketComposer, SelectComposer, composer_of
-from kp_core.engines.comparing import blob_key
 from kp_core.engines.ordering import arranged
 from kp_core.errors import KnowledgePackError, OptionError
+from kp_core.packs.pack import common_length
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackView
 from kp_core.plan import Plan
 from kp_core.progress import bar_of
-from kp_core.prompt.conversation import Turn
+from kp_core.prompt.conversation import Message, Turn
 
 if TYPE_CHECKING:
     from kp_core.engines.session import Session
@@ -36,8 +42,10 @@ __all__ = [
     "CalibrationQuestion",
     "CalibrationRow",
     "Calibrations",
-    "Choice",
+    "Comparison",
+    "blob_key",
     "calibrate_composers",
+    "compare_composers",
     "enough_of",
 ]
 
@@ -54,6 +62,26 @@ SHIPPED = Path(__file__).parents[1] / "calibrations"
 
 _WORDS = re.compile(r"\w+")
 _ARTICLES = {"a", "an", "the"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One composer on one prompt, compared with exact composition of the same token ids."""
+
+    composer: str
+    kl: float
+    """KL divergence of the first token's distribution from the exact one, KL(exact || composer), in nats."""
+    same: bool
+    """Whether both greedy answers have the same tokens."""
+    agreement: float
+    """Share of the exact answer before the first token that differs."""
+    ttft_s: float
+    """Seconds to the first token, with nothing of the prompt in memory."""
+    exact_ttft_s: float
+    """The same for exact composition."""
+    computed_tokens: int
+    approximate_tokens: int
+    unread_packs: int
 
 
 @dataclass(frozen=True)
@@ -105,23 +133,6 @@ class CalibrationRow:
         error = 1.96 * math.sqrt(won + lost - (won - lost) ** 2 / n) / n
         return 1 + ((won - lost) / n - error) * self.questions / self.text_right if self.text_right else math.nan
 
-    def covers(self, packs: int, tokens: int) -> bool:
-        """Whether it speaks for so many packs, the longest of so many tokens."""
-        return packs <= self.packs and tokens <= self.tokens
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The composer that `composer="auto"` takes for a request, and why."""
-
-    composer: Composer
-    reason: str
-
-    @property
-    def sentence(self) -> str:
-        """What was taken, and why."""
-        return f"{self.composer.key}, because {self.reason}"
-
 
 @dataclass(frozen=True)
 class Calibration:
@@ -145,17 +156,12 @@ class Calibration:
         """For each kind of question, the nearest row of `composer` that covers such packs; empty if a kind has none."""
         found = []
         for kind in dict.fromkeys(row.kind for row in self.rows):
-            covering = [
-                row for row in self.rows if (row.composer, row.kind) == (composer, kind) and row.covers(packs, tokens)
-            ]
+            of_kind = [row for row in self.rows if (row.composer, row.kind) == (composer, kind)]
+            covering = [row for row in of_kind if packs <= row.packs and tokens <= row.tokens]
             if not covering:
                 return []
             found.append(min(covering, key=lambda row: (row.packs, row.tokens)))
         return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Model and rows as plain values."""
-        return asdict(self)
 
     def to_json(self) -> str:
         """The text that `of_json` reads."""
@@ -224,23 +230,26 @@ class Calibrations:
         with self._lock:
             self._known[str(blobs)] = calibration
 
-    def choice(self, turns: Sequence[Turn], auto: AutoComposer, view: PackView | None) -> Choice:
-        """What `auto` takes for a conversation.
+    def choice(self, turns: Sequence[Turn], auto: AutoComposer, view: PackView | None) -> tuple[Composer, str]:
+        """The composer that `auto` takes for a conversation, and why.
 
         The largest group of packs side by side in a message decides, and the longest pack.
         """
         groups = [[len(pack.pack.token_ids) for pack in group.packs] for group in arranged(turns, {})[1]]
         packs = max(map(len, groups), default=0)
         if packs < 2:
-            return Choice(ExactComposer(), "no packs stand side by side")
+            return ExactComposer(), "no packs stand side by side"
         if (calibration := self.of(view)) is None:
-            return Choice(ExactComposer(), "nothing was measured with this model: see `kp calibrate`")
+            return ExactComposer(), "nothing was measured with this model: see `kp calibrate`"
         return self.chosen(calibration, packs, max(map(max, groups)), auto)
 
-    def chosen(self, calibration: Calibration, packs: int, tokens: int, auto: AutoComposer | None = None) -> Choice:
+    def chosen(
+        self, calibration: Calibration, packs: int, tokens: int, auto: AutoComposer | None = None
+    ) -> tuple[Composer, str]:
         """The fastest composer that this engine runs and that keeps enough of the text's right answers of every kind.
 
-        Exact composition if there is none. `packs` stand side by side, the longest of `tokens` tokens.
+        Exact composition if there is none. Returns the reason, too. `packs` packs stand side by side, the longest of
+        `tokens` tokens.
         """
         wanted = auto or AutoComposer()
         best: tuple[tuple[int, float], str, CalibrationRow] | None = None
@@ -257,13 +266,13 @@ class Calibrations:
                     best = rank, name, worst
         if best is None:
             found = f"no other keeps {wanted.kept:.0%} of the right answers" if is_measured else "nothing was measured"
-            return Choice(ExactComposer(), f"{found} over {packs} packs of up to {tokens} tokens")
+            return ExactComposer(), f"{found} over {packs} packs of up to {tokens} tokens"
         (_, ratio), name, worst = best
-        return Choice(
-            composer_of(name),
+        reason = (
             f"it has {worst.kept:.0%} of the text's right answers (at least {worst.low:.0%}; {worst.questions} "
-            f"questions over {worst.packs} packs) at {ratio:.2f} of its time to first token",
+            f"questions over {worst.packs} packs) at {ratio:.2f} of its time to first token"
         )
+        return composer_of(name), reason
 
     def warn(self, plan: Plan, composer: Composer, view: PackView | None) -> None:
         """Log a warning for each composer in `plan`, other than exact, of which nothing shows that it does as well."""
@@ -302,6 +311,11 @@ class Calibrations:
             logger.warning("The calibration %s cannot be read (%s); `kp calibrate` makes a new one.", name, error)
             return None
         return calibration if calibration.model == self._model else None
+
+
+def blob_key(what: str, model: str) -> str:
+    """Where `what` was measured of `model` is stored beside the packs."""
+    return f"composers/{blake2b(f'{model} {what}'.encode(), digest_size=16).hexdigest()}.json"
 
 
 def enough_of(questions: Iterable[CalibrationQuestion]) -> list[CalibrationQuestion]:
@@ -418,3 +432,56 @@ def contains(said: str, expected: str) -> bool:
     mine, theirs = (" ".join(word for word in _WORDS.findall(text.lower()) if word not in _ARTICLES)
                     for text in (said, expected))  # fmt: skip
     return f" {theirs} " in f" {mine} "
+
+
+def compare_composers(
+    session: Session,
+    messages: Sequence[Message] | str,
+    composers: Sequence[Composer | str] = ("splice", "select"),
+    *,
+    max_tokens: int = 24,
+    **options: Any,  # noqa: ANN401 - of `Request`
+) -> tuple[Comparison, ...]:
+    """Compare each of `composers` with exact composition.
+
+    Each answers `messages` greedily, with at most `max_tokens` tokens, and times are those of a first use: KV in memory
+    that is not in use is dropped, and KV that the store keeps is not read. Raises as `Session.generate`.
+    """
+    # The first request has one-time costs that belong to no composer.
+    session.prefill(messages, **options | {"composer": ExactComposer(), "keep": "never"})
+
+    def answer(composer: Composer | str) -> Any:  # noqa: ANN401
+        session.clear_cache()
+        resolved = composer_of(composer) if isinstance(composer, str) else composer
+        answer_options = options | {"composer": resolved, "max_tokens": max_tokens}
+        # Wrapped packs are compiled once and kept, as packs are.
+        return session.generate(
+            messages, **answer_options if isinstance(resolved, PacketComposer) else answer_options | {"keep": "never"}
+        )
+
+    exact = answer(ExactComposer())
+    comparisons = []
+    for composer in composers:
+        candidate = answer(composer)
+        comparisons.append(
+            Comparison(
+                composer if isinstance(composer, str) else composer.key,
+                _divergence(exact.logits, candidate.logits),
+                exact.token_ids == candidate.token_ids,
+                common_length(exact.token_ids, candidate.token_ids) / max(len(exact.token_ids), 1),
+                candidate.usage.ttft_s,
+                exact.usage.ttft_s,
+                candidate.usage.computed_tokens,
+                candidate.usage.approximate_tokens,
+                candidate.usage.unread_packs,
+            )
+        )
+    session.clear_cache()
+    return tuple(comparisons)
+
+
+def _divergence(exact: Tensor | None, found: Tensor | None) -> float:
+    if exact is None or found is None:
+        return float("nan")
+    expected, approximate = (logits.double().log_softmax(dim=-1) for logits in (exact, found))
+    return float((expected.exp() * (expected - approximate)).sum())

@@ -138,8 +138,8 @@ class Planner:
         """What `auto` and `select` make of a request: with the packs to send, how many were left out, and why."""
         unread, why = 0, ""
         if isinstance(request.composer, AutoComposer):
-            choice = self._calibrations.choice(turns, request.composer, view)
-            request, why = replace(request, composer=choice.composer), choice.sentence
+            composer, reason = self._calibrations.choice(turns, request.composer, view)
+            request, why = replace(request, composer=composer), f"{composer.key}, because {reason}"
         if isinstance(request.composer, SelectComposer):
             turns, unread = self._selector.selected(turns, request.composer, view)
         return turns, request, unread, why

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kp_core.compose import SelectComposer, SpliceComposer
-from kp_core.engines.comparing import blob_key
+from kp_core.engines.calibration import blob_key
 from kp_core.engines.ordering import Group, Handles, arranged
 from kp_core.errors import PackError
 from kp_core.packs.fingerprint import ModelFingerprint

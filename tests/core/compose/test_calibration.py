@@ -81,7 +81,7 @@ def test_auto_is_exact_where_nothing_says_otherwise(isles):
         assert taken(row).startswith("exact, because no other keeps 95%"), row
     for row in (replace(GOOD, packs=2), replace(GOOD, tokens=8)):
         assert taken(row).startswith("exact, because nothing was measured over 3 packs of up to 170 tokens"), row
-    assert Calibrations("model", ()).chosen(Calibration("model", (GOOD,)), 3, 40).composer.exact  # It cannot compose.
+    assert Calibrations("model", ()).chosen(Calibration("model", (GOOD,)), 3, 40)[0].exact  # It cannot compose.
     assert taken(replace(GOOD, lost=8), composer="auto:kept=0.8,low=0.7").startswith("splice")
     assert taken(GOOD, replace(GOOD, kind="two facts", lost=30)).startswith("exact")  # It must do for every kind.
     assert taken(GOOD, replace(GOOD, kind="two facts")).startswith("splice")
