@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
-    CacheLayerMixin,
     DynamicCache,
+    DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
@@ -173,7 +173,7 @@ class LayersDone(Exception):  # noqa: N818 - no error: all wanted layers are com
     """Ends a forward pass when the last wanted layer has its keys and values."""
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+class _Layer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
     """One layer of a buffer: new tokens are written behind the others, or at given `places`.
 
     It returns the first tokens of the buffer, up to the new ones or up to `stop`; with a `window`, those that the new
@@ -198,9 +198,6 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
         self.keys, self.values = layer.memory
         self.is_initialized, self.is_sliding = True, window > 0
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing: a buffer is allocated whole."""
-
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write the new tokens, when the earlier ones are there; returns the keys and values that they attend to."""
         start = self._first()
@@ -219,10 +216,6 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
     def get_seq_length(self) -> int:
         """Number of filled tokens."""
         return self._layer.length
-
-    def get_max_length(self) -> int:
-        """Capacity in tokens."""
-        return int(self.keys.shape[2])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `query_length` new tokens will see."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 from kp_core.engines.hf.attention import (
     Sees,
@@ -361,14 +361,12 @@ def cache_of_rows(
     return Cache(layers=[RowsLayer(list(of_rows), counts, rows, places) for of_rows in layers])
 
 
-class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+class RowsLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
     """One layer of several buffers: writes the new tokens of each, and returns only these.
 
     `counts` are the new tokens of each buffer if they come as one sequence; otherwise each has one. `rows` are written:
     behind the filled tokens, or at `places`, `(rows, 1)`.
     """
-
-    is_sliding = False
 
     def __init__(
         self, layers: list[BufferLayer], counts: Sequence[int], rows: Sequence[int], places: Tensor | None = None
@@ -377,9 +375,6 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         self._layers, self._counts, self._rows, self._places = layers, list(counts), rows, places
         self.keys, self.values = layers[0].memory
         self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing: buffers are allocated whole."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write row by row; attention reads earlier tokens from the buffers."""
@@ -398,11 +393,3 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     def get_seq_length(self) -> int:
         """Number of filled tokens in the longest row."""
         return max(layer.length for layer in self._layers)
-
-    def get_max_length(self) -> int:
-        """Capacity of the shortest buffer in tokens."""
-        return min(layer.memory[0].shape[2] for layer in self._layers)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that `query_length` new tokens will see."""
-        return self.get_seq_length() + query_length, 0
