@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kp_core import KVTensors, Packs, PackStore, PackView
 from kp_core.engines.local.buffer import TILE, KVBuffer
-from kp_core.engines.local.fill import prefill
 from kp_core.engines.request import Request
 from tests.conftest import tiny_engine
 from tests.matrix import models
@@ -117,7 +116,7 @@ def in_one_pass(engine, ids):
 def reached(engine, messages, **options):
     """The prompt, its KV and the logits behind it, as a request has them."""
     plan = engine._plan(messages, Request.of(options))
-    run = prefill(engine.engine, plan, len(plan.prompt))
+    run = engine.engine.prefill(plan, len(plan.prompt))
     try:
         return plan.prompt, run.buffer.read(0, len(plan.prompt)), run.logits
     finally:

@@ -191,7 +191,7 @@ def joint_passes(engine, question, request, monkeypatch):
 def test_a_long_question_has_a_pass_of_its_own(isles, monkeypatch):
     engine, request, question = isles
     passes = joint_passes(engine, question, request, monkeypatch)
-    monkeypatch.setattr("kp_core.engines.local.fill._TOGETHER_TOKENS", 15)
+    monkeypatch.setattr("kp_core.engines.local.engine._TOGETHER_TOKENS", 15)
     engine.prefill(f"{question} And why is that so?", **request, composer="splice")
     assert not passes
 
