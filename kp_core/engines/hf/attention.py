@@ -9,7 +9,7 @@ this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -86,8 +86,9 @@ def tiled_attention(  # noqa: PLR0913 - the signature is that of transformers' A
 
     `query` is `(1, heads, new, head_dim)`, `key` and `value` are `(1, kv_heads, tokens, head_dim)`; returns
     `(1, new, heads, head_dim)`. An engine passes `kp_attend`, which computes it from the layer, query, key, value,
-    scale and sinks. Without it, the tokens are the last of a sequence, or at any positions with an additive
-    `attention_mask`, `(batch, 1, new, tokens)`; `kp_weights` is then called with the weights, `(heads, new, tokens)`.
+    scale and sinks; or `kp_weights`, which is called with the weights, `(heads, new, tokens)`, of tokens at any
+    positions, with an additive `attention_mask`, `(1, 1, new, tokens)`. Without both, the tokens are the last of a
+    sequence.
 
     Raises `ValueError` when a model needs softcap or a position bias, and for sinks outside of an engine's passes.
     """
@@ -99,8 +100,8 @@ def tiled_attention(  # noqa: PLR0913 - the signature is that of transformers' A
         output = pass_(module.layer_idx, query, key, value, scaling, sinks)
     elif sinks is not None:
         raise ValueError("Tiled attention does sinks only in the passes of an engine.")
-    elif attention_mask is not None and attention_mask.ndim == 4:
-        output = _placed(query, key, value, attention_mask, scaling, extra.get("kp_weights"))
+    elif attention_mask is not None and callable(weights := extra.get("kp_weights")):
+        output = by_products(query, key, value, attention_mask[0, 0], scaling, None, weights)
     else:
         output = _by_mask(query, key, value, range(key.shape[2] - query.shape[2], key.shape[2]), scaling, Sees(), None)
     return output.transpose(1, 2).contiguous(), None
@@ -322,11 +323,18 @@ def _by_mask(  # noqa: PLR0913
 
 
 def by_products(  # noqa: PLR0913 - the inputs of attention
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float | None, sinks: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    scale: float | None,
+    sinks: Tensor | None,
+    weights: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
     """Attention of one sequence by two products, with an additive `bias` `(new, tokens)`, in one call for any lengths.
 
-    Shapes are as in `attend`. Keys that the bias hides must be finite.
+    Shapes are as in `attend`. Keys that the bias hides must be finite. `weights` is called with the attention weights,
+    `(heads, new, tokens)`.
     """
     _, heads, new, dim = query.shape
     kv_heads, tokens = key.shape[1:3]
@@ -343,6 +351,8 @@ def by_products(  # noqa: PLR0913 - the inputs of attention
     else:  # A sink is one more key, with the sink as its score and a value of zero.
         sink = sinks.to(scores.dtype).view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
         shares = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+    if weights is not None:
+        weights(shares.reshape(heads, new, tokens))
     output = shares.to(value.dtype).reshape(kv_heads, -1, tokens) @ value[0]
     return output.reshape(1, heads, new, value.shape[3])
 
@@ -371,24 +381,6 @@ def _bias(positions: range | tuple[int, ...], sees: Sees, dtype: torch.dtype, de
 
 
 _kept_bias = lru_cache(2)(_bias)  # All layers of a pass share it. A model may have layers with windows and without.
-
-
-def _placed(  # noqa: PLR0913
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, weights: object
-) -> Tensor:
-    """Attention with an additive `mask`. `weights` is called with those of this layer, `(heads, new, tokens)`."""
-    rows, heads, new, dim = query.shape
-    if callable(weights):
-        factor = dim**-0.5 if scale is None else scale
-        grouped = query.reshape(rows, key.shape[1], -1, dim).float()
-        scores = (grouped @ key.float().mT * factor).reshape(rows, key.shape[1], -1, new, key.shape[2])
-        share = scores.add_(mask[:, :, None]).softmax(dim=-1)
-        weights(share.reshape(heads, new, key.shape[2]))
-        output = share.to(value.dtype).flatten(2, 3) @ value
-        return output.reshape(rows, heads, new, value.shape[3])
-    if query.device.type != "cpu":  # See `_by_mask`.
-        key, value = (tensor.repeat_interleave(heads // key.shape[1], dim=1) for tensor in (key, value))
-    return _sdpa(query, key, value, attn_mask=mask, scale=scale, enable_gqa=heads != key.shape[1])
 
 
 AttentionInterface.register(NAME, tiled_attention)

@@ -264,14 +264,8 @@ def _run(model: CausalModel, inputs: Tensor, past: KVTensors | None, keep: int) 
     cache = DynamicCache(config=model.config)
     for layer, (key, value) in enumerate(zip(past.keys, past.values, strict=True) if past is not None else ()):
         cache.update(key[None], value[None], layer)
-    mask = None
-    if count and new > 1:
-        least = torch.finfo(inputs.dtype).min
-        mask = torch.full((new, count + new), least, dtype=inputs.dtype, device=model.device).triu(count + 1)
-        mask = mask[None, None]
     output = (model.network if keep else model.network.base_model)(
         inputs_embeds=inputs[None],
-        attention_mask=mask,
         position_ids=torch.arange(count, count + new, device=model.device)[None],
         past_key_values=cache,
         use_cache=True,
