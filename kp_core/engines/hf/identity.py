@@ -1,8 +1,7 @@
-"""Identifies a model by its files or its tensors: equal tensors have equal digests. Detects changes to a model."""
+"""Identifies a model by its files or its tensors: equal tensors have equal digests."""
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from huggingface_hub import snapshot_download, try_to_load_from_cache
 from torch import Tensor
 
 from kp_core.bundled import cache_directory, check_reachable, converted
-from kp_core.errors import MissingDependencyError, ModelChangedError, ModelError
+from kp_core.errors import MissingDependencyError, ModelError
 from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
 
@@ -29,6 +28,7 @@ if TYPE_CHECKING:  # Importing it takes seconds, and not every engine needs it.
     from transformers import PreTrainedModel
 
 __all__ = [
+    "adapter_state",
     "checkpoint_folder",
     "commit_of",
     "converted_tokenizer",
@@ -41,7 +41,6 @@ __all__ = [
     "stamp_files",
     "tokenizer_identity",
     "unreadable",
-    "watched",
 ]
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -65,9 +64,6 @@ _VOLATILE = {
     "use_cache",
 }
 """Fields of a configuration that differ between loads or releases without changing what is computed."""
-_TABLES = ("_modules", "_parameters", "_buffers")
-_PLAIN = (Tensor, torch.nn.Parameter)
-_SAMPLE = 64  # Bytes.
 
 
 def fingerprint_of(
@@ -393,50 +389,6 @@ def adapter_state(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
     }
 
 
-def watched(model: PreTrainedModel) -> Callable[[], None]:
-    """A function that raises `ModelChangedError`, naming a module or tensor, once the owner has changed `model`.
-
-    A call takes a fraction of a millisecond. It compares versions and addresses of tensors, some bytes of those on the
-    CPU, the modules and the state of adapters. A write through `.data` to other bytes is not detected.
-    """
-    modules = dict(model.named_modules())
-    # Objects are compared by id. The third item keeps them alive, because Python reuses ids.
-    tables = [
-        (path, table, list(table.values()))
-        for path, module in modules.items()
-        for kind in _TABLES
-        if (table := vars(module)[kind])
-    ]
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    samples = [(name, sample) for name, tensor in tensors.items() if (sample := _sample(tensor)) is not None]
-    adapters = [(path, vars(modules[path]), tuple(state)) for path, state in adapter_state(model).items()]
-
-    def state() -> list[object]:
-        return [
-            *([settings.get(name) for name in names] for _, settings, names in adapters),
-            *([*map(id, table.values())] for _, table, _ in tables),
-            *map(_version, tensors.values()),
-            *(bytes(sample) for _, sample in samples),
-        ]
-
-    before = copy.deepcopy(state())
-
-    def check() -> None:
-        now = state()
-        if now == before:
-            return
-        names = [path for path, *_ in (*adapters, *tables)] + [*tensors] + [name for name, _ in samples]
-        name = next(name for name, new, old in zip(names, now, before, strict=True) if new != old)
-        raise ModelChangedError(
-            f"The model was changed while an engine runs it, first at {name!r}: its weights, its modules or the state "
-            "of its adapters. The engine's packs and cache belong to the model as it was. `session.refresh()` "
-            "takes it as it is now; or make a new engine with `load_engine(model, tokenizer=...)`, or undo the change "
-            "(a disabled adapter can be enabled again)."
-        )
-
-    return check
-
-
 def _is_plain(value: object) -> bool:
     """Whether a value is plain data, which has a stable form."""
     if isinstance(value, dict):
@@ -444,18 +396,3 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple | set):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, str | int | float)
-
-
-def _version(tensor: Tensor) -> tuple[int, int]:
-    version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - it has no public name
-    # Quantised tensors of other types may have no storage of their own.
-    return version, tensor.data_ptr() if type(tensor) in _PLAIN else 0
-
-
-def _sample(tensor: Tensor) -> memoryview | None:
-    """View of some bytes from the middle of a tensor; `None` unless it is a plain contiguous tensor on the CPU."""
-    if type(tensor) not in _PLAIN or tensor.device.type != "cpu" or not tensor.is_contiguous():
-        return None
-    raw = tensor.detach().view(-1).view(torch.uint8)
-    middle = raw.numel() // 2
-    return raw[middle : middle + _SAMPLE].numpy().data

@@ -1,11 +1,12 @@
-"""Loads Hugging Face models on this machine."""
+"""Loads Hugging Face models on this machine, and watches those that others may change."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from inspect import signature
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kp_core.bundled import BUNDLED_MODEL, BUNDLED_VERSION, check_reachable, converted, installed_file
-from kp_core.engines.hf.identity import commit_of, fingerprint_of, place_of, stamp_files, unreadable, watched
+from kp_core.engines.hf.identity import adapter_state, commit_of, fingerprint_of, place_of, stamp_files, unreadable
 from kp_core.engines.hf.kinds import kind_of
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
@@ -28,17 +30,30 @@ from kp_core.errors import MissingDependencyError, ModelChangedError, ModelError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
 
-__all__ = ["LOADING", "best_device", "best_dtype", "bundled_model", "crowding", "load", "load_session", "name_of"]
+__all__ = [
+    "LOADING",
+    "best_device",
+    "best_dtype",
+    "bundled_model",
+    "crowding",
+    "load",
+    "load_session",
+    "name_of",
+    "watched",
+]
 
 logger = logging.getLogger(__name__)
 
 LOADING = ("attn_implementation", "device_map", "quantization_config", "revision", "token", "torch_dtype")
 """Further arguments of `load` for `from_pretrained`; `torch_dtype` is an older name of `dtype`."""
 
-# Errors for a damaged weight file, or one that pickles more than weights, which torch does not unpickle.
 _CHUNK = defaultdict(lambda: 1024, cuda=8192)
 """Most tokens of a pass by device. On a GPU, a short pass takes as long as a longer one."""
+# Errors for a damaged weight file, or one that pickles more than weights, which torch does not unpickle.
 _UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, UnpicklingError, RuntimeError, LookupError, EOFError)
+_TABLES = ("_modules", "_parameters", "_buffers")
+_PLAIN = (Tensor, torch.nn.Parameter)
+_SAMPLE = 64  # Bytes.
 
 
 def load_session(  # noqa: PLR0913 - every setting has a default that works
@@ -121,6 +136,65 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         renew=renew,
     )
     return Session(engine, name=name_of(model), template=template, probe=engine.seconds_per_token)
+
+
+def watched(model: PreTrainedModel) -> Callable[[], None]:
+    """A function that raises `ModelChangedError`, naming a module or tensor, once the owner has changed `model`.
+
+    A call takes a fraction of a millisecond. It compares versions and addresses of tensors, some bytes of those on the
+    CPU, the modules and the state of adapters. A write through `.data` to other bytes is not detected.
+    """
+    modules = dict(model.named_modules())
+    # Objects are compared by id. The third item keeps them alive, because Python reuses ids.
+    tables = [
+        (path, table, list(table.values()))
+        for path, module in modules.items()
+        for kind in _TABLES
+        if (table := vars(module)[kind])
+    ]
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    samples = [(name, sample) for name, tensor in tensors.items() if (sample := _sample(tensor)) is not None]
+    adapters = [(path, vars(modules[path]), tuple(state)) for path, state in adapter_state(model).items()]
+
+    def state() -> list[object]:
+        return [
+            *([settings.get(name) for name in names] for _, settings, names in adapters),
+            *([*map(id, table.values())] for _, table, _ in tables),
+            *map(_version, tensors.values()),
+            *(bytes(sample) for _, sample in samples),
+        ]
+
+    before = copy.deepcopy(state())
+
+    def check() -> None:
+        now = state()
+        if now == before:
+            return
+        names = [path for path, *_ in (*adapters, *tables)] + [*tensors] + [name for name, _ in samples]
+        name = next(name for name, new, old in zip(names, now, before, strict=True) if new != old)
+        raise ModelChangedError(
+            f"The model was changed while an engine runs it, first at {name!r}: its weights, its modules or the state "
+            "of its adapters. The engine's packs and cache belong to the model as it was. `session.refresh()` "
+            "takes it as it is now; or make a new engine with `load_engine(model, tokenizer=...)`, or undo the change "
+            "(a disabled adapter can be enabled again)."
+        )
+
+    return check
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - it has no public name
+    # Quantised tensors of other types may have no storage of their own.
+    return version, tensor.data_ptr() if type(tensor) in _PLAIN else 0
+
+
+def _sample(tensor: Tensor) -> memoryview | None:
+    """View of some bytes from the middle of a tensor; `None` unless it is a plain contiguous tensor on the CPU."""
+    if type(tensor) not in _PLAIN or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    raw = tensor.detach().view(-1).view(torch.uint8)
+    middle = raw.numel() // 2
+    return raw[middle : middle + _SAMPLE].numpy().data
 
 
 def crowding() -> str:

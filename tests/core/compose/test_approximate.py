@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from kp_core import Handle, KVTensors, PackStore, SelectComposer, SpliceComposer
 from kp_core.compose import composer_of
-from kp_core.engines.local import fill
+from kp_core.engines.local import engine as local_engine
 from kp_core.engines.request import Request
 from kp_core.errors import FingerprintMismatchError
 from kp_core.packs.pack import common_length
@@ -33,7 +33,7 @@ def isles(request, tmp_path):
 def kv_of(engine, question, **options):
     """The KV of a whole prompt, as a request has it in its buffer."""
     plan = engine._plan(question, Request.of(options))
-    run = fill.prefill(engine.engine, plan, len(plan.prompt))
+    run = engine.engine.prefill(plan, len(plan.prompt))
     try:
         return plan.prompt, run.buffer.read(0, len(plan.prompt))
     finally:
@@ -151,7 +151,7 @@ def test_one_pass_with_the_question_is_two(composer, isles, monkeypatch):
     request |= {"composer": composer}
     passes = joint_passes(engine, question, request, monkeypatch)
     with monkeypatch.context() as apart:
-        apart.setattr(fill, "_may_wait", lambda *_: False)
+        apart.setattr(local_engine, "_may_wait", lambda *_: False)
         _, slow = kv_of(engine, question, **request)
         engine.clear_cache()
         two = engine.generate(question, **request, max_tokens=8)

@@ -19,8 +19,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from kp_core import load_engine
 from kp_core.engines.hf import identity
 from kp_core.engines.hf.foresight import foresee
-from kp_core.engines.hf.identity import identity_of, load_tokenizer, watched
-from kp_core.engines.hf.loading import _warn_of_others, bundled_model, load, load_session
+from kp_core.engines.hf.identity import identity_of, load_tokenizer
+from kp_core.engines.hf.loading import _warn_of_others, bundled_model, load, load_session, watched
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.errors import FingerprintMismatchError, ModelChangedError, ModelError, UnsupportedModelError
