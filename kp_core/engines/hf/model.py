@@ -78,7 +78,6 @@ class CausalModel:
         self._takes_positions = self.kind.is_recurrent and "position_ids" in parameters
         self.keeps_logits = "logits_to_keep" in parameters
         """Whether a pass can return the logits of some tokens alone."""
-        self._keep_last = {"logits_to_keep": 1} if self.keeps_logits else {}
         self.shape = measured_shape(self.network, self.kind.windows)
         self.attends = False
         """Whether its attention is tiled (`hf.attention`)."""
@@ -128,7 +127,7 @@ class CausalModel:
             return
         # The same kernels give the same numbers. Other kernels round differently.
         if self._agree(replayed, computed, rounding=1e-3) and self._agree(computed, plain):
-            self.replays = Replays(self.network, self.sees, record, **self._keep_last)
+            self.replays = Replays(self, record)
         else:
             logger.warning("Passes are not recorded: replayed, they give other logits.")
 
@@ -140,8 +139,8 @@ class CausalModel:
         With `record`, passes are recorded on the way. Then the result is empty if any was not.
         """
         buffers, _ = self._probe_rows()
-        steps = ReplayedRows(self.network, buffers, self.sees, record, **self._keep_last)
-        asked = ReplayedRows(self.network, buffers[:1], self.sees, record, len(tokens), **self._keep_last)
+        steps = ReplayedRows(self, buffers, record)
+        asked = ReplayedRows(self, buffers[:1], record, len(tokens))
         found = [steps.step(buffers, [[token] for _ in buffers]) for token in tokens]
         found += [asked.step(buffers[:1], [question]) for question in questions]
         return found if record is None or (steps.replay and asked.replay) else []
@@ -191,6 +190,13 @@ class CausalModel:
         """What a token sees in each layer."""
         return [Sees(window or 0, self.kind.is_chunked) for window in self.kind.windows]
 
+    def keep(self, last: int | Tensor) -> dict[str, Any]:
+        """Arguments of a pass that returns the logits of its `last` tokens alone, or of those at some indices.
+
+        Empty if the model returns all logits.
+        """
+        return {"logits_to_keep": last} if self.keeps_logits else {}
+
     @torch.inference_mode()
     def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
         """See `Model.forward`. Without `logits`, skips the head."""
@@ -199,7 +205,7 @@ class CausalModel:
             return None
         if self.replays is not None and (replayed := self.replays.alone(buffer, ids.shape[1])):
             return replayed.step([buffer], ids.tolist())
-        last_logits: Tensor = self._run(self.network, ids, buffer, **self._keep_last).logits[:, -1]
+        last_logits: Tensor = self._run(self.network, ids, buffer, **self.keep(1)).logits[:, -1]
         return last_logits.clone()
 
     def _next(self, ids: Sequence[int], buffer: KVBuffer) -> Tensor:
@@ -248,11 +254,11 @@ class CausalModel:
         """See `Model.rows`. With a `memory` that an earlier function used, that one must not be called again."""
         if self.replays is not None:
             return self.replays.rows(buffers)
-        return Rows(self.network, buffers, self.sees, memory, **self._keep_last).step
+        return Rows(self, buffers, memory).step
 
     def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
         """See `Model.ragged`."""
-        return run_ragged(self.network, buffers, tokens, self.sees, keeps_logits=self.keeps_logits)
+        return run_ragged(self, buffers, tokens)
 
     @torch.inference_mode()
     def forward_at(self, ids: Sequence[int], start: int) -> KVTensors:
@@ -317,7 +323,7 @@ class CausalModel:
                 past_key_values=placed_cache_of(buffer, targets, stop, layers=layers, in_tiles=in_tiles),
                 use_cache=True,
                 **options,
-                **(self._keep_last if logits else {}),
+                **(self.keep(1) if logits else {}),
             )
             last_logits = output.logits[:, -1].clone() if logits else None
         return last_logits

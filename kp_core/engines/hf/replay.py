@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from inspect import signature
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 from weakref import finalize
 
 import torch
@@ -25,6 +25,9 @@ from kp_core.engines.hf.attention import Sees, by_products
 from kp_core.engines.hf.rows import cache_of_rows
 from kp_core.engines.local.buffer import BufferLayer, KVBuffer
 from kp_core.engines.local.scheduler import is_out_of_memory
+
+if TYPE_CHECKING:
+    from kp_core.engines.hf.model import CausalModel
 
 __all__ = ["PLAIN_PASSES", "Record", "ReplayedRows", "Replays", "capturing"]
 
@@ -41,13 +44,10 @@ _MOST_TOGETHER = 32  # Groups of answers whose steps are kept. Each takes some m
 
 
 class Replays:
-    """The recorded passes of a model, each kept as long as its buffers.
+    """The passes of a model that `record` recorded, each kept as long as its buffers."""
 
-    `record` records them, of the layers' `sees`; `options` go to each pass.
-    """
-
-    def __init__(self, model: Any, sees: Sequence[Sees], record: Record, **options: Any) -> None:  # noqa: ANN401
-        self._model, self._sees, self.record, self._options = model, sees, record, options
+    def __init__(self, model: CausalModel, record: Record) -> None:
+        self._model, self.record = model, record
         self._together: dict[tuple[int, ...], ReplayedRows] = {}
         """Steps of several answers, by the ids of their buffers. The least recently used are first."""
 
@@ -58,7 +58,7 @@ class Replays:
         width = 1 if tokens == 1 else max(_NARROWEST, 1 << (tokens - 1).bit_length())
         kept = buffer.recorded.get(width)
         if not isinstance(kept, ReplayedRows):
-            kept = buffer.recorded[width] = self._new([buffer], width)
+            kept = buffer.recorded[width] = ReplayedRows(self._model, [buffer], self.record, width)
         return kept
 
     def rows(self, buffers: Sequence[KVBuffer]) -> Callable[[Sequence[int]], Tensor]:
@@ -66,23 +66,20 @@ class Replays:
         # Later answers get the same buffers in another order.
         order = sorted(range(len(buffers)), key=lambda at: id(buffers[at]))
         ordered, places = [buffers[at] for at in order], [order.index(at) for at in range(len(order))]
-        replayed = (self.alone(buffers[0], 1) if len(buffers) == 1 else None) or self._grouped(ordered)
+        replayed = self._grouped(ordered)
         return lambda tokens: replayed.step(ordered, [[tokens[at]] for at in order])[places]
 
     def _grouped(self, buffers: Sequence[KVBuffer]) -> ReplayedRows:
         names = tuple(map(id, buffers))
         replayed = self._together.pop(names, None)
         if replayed is None:
-            replayed = self._new(buffers)
+            replayed = ReplayedRows(self._model, buffers, self.record)
             for buffer in buffers:
                 finalize(buffer, self._forget, id(buffer))
         self._together[names] = replayed
         for oldest in [*self._together][:-_MOST_TOGETHER]:
             del self._together[oldest]
         return replayed
-
-    def _new(self, buffers: Sequence[KVBuffer], width: int = 1) -> ReplayedRows:
-        return ReplayedRows(self._model, buffers, self._sees, self.record, width, **self._options)
 
     def _forget(self, buffer: int) -> None:
         """Drop the steps over a buffer, by its id, when it is freed."""
@@ -100,16 +97,8 @@ class ReplayedRows:
     """
 
     @torch.inference_mode()
-    def __init__(
-        self,
-        model: Any,  # noqa: ANN401
-        buffers: Sequence[KVBuffer],
-        sees: Sequence[Sees],
-        record: Record | None,
-        width: int = 1,
-        **options: Any,  # noqa: ANN401
-    ) -> None:
-        self._model, self._options, self._sees, self._width = model, options, sees, width
+    def __init__(self, model: CausalModel, buffers: Sequence[KVBuffer], record: Record | None, width: int = 1) -> None:
+        self._model, self._sees, self._width = model, model.sees, width
         self._layers = [buffer.layers for buffer in buffers]
         self._record = record
         self.replay: Callable[[], Tensor] | None = None
@@ -120,7 +109,7 @@ class ReplayedRows:
         self._cache = cache_of_rows(buffers, places=self._positions)
         self._passes = 0
         # A step of decoding never finds KV on its way.
-        self._gates = _gates(self._inputs.device, len(sees)) if width > 1 and len(buffers) == 1 else []
+        self._gates = _gates(self._inputs.device, len(self._sees)) if width > 1 and len(buffers) == 1 else []
         """Per layer, an event that a pass waits for, so that it can begin before the KV of all layers has arrived."""
 
     @torch.inference_mode()
@@ -175,13 +164,13 @@ class ReplayedRows:
             sees: [self._bias(row, layers[0], sees) for row, layers in enumerate(self._layers)]
             for sees in set(self._sees)
         }
-        output = self._model(
+        output = self._model.network(
             input_ids=self._ids,
             position_ids=self._positions,
             past_key_values=self._cache,
             use_cache=True,
             kp_attend=self._attend,
-            **self._options,
+            **self._model.keep(1),
         )
         logits: Tensor = output.logits[:, -1]
         return logits

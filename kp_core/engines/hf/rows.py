@@ -6,24 +6,19 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import accumulate, chain
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kp_core.engines.hf.attention import (
-    Sees,
-    attend,
-    grouped_rows,
-    joined,
-    keys_to_read,
-    tile_of_each,
-    tiles_of,
-)
+from kp_core.engines.hf.attention import attend, grouped_rows, joined, keys_to_read, tile_of_each, tiles_of
 from kp_core.engines.local.buffer import TILE, BufferLayer, KVBuffer
 from kp_core.engines.local.model import Memory
 from kp_core.engines.local.tree import common_tokens
+
+if TYPE_CHECKING:
+    from kp_core.engines.hf.model import CausalModel
 
 __all__ = ["Rows", "RowsLayer", "cache_of_rows", "run_ragged"]
 
@@ -41,17 +36,10 @@ class Rows:
     """
 
     @torch.inference_mode()
-    def __init__(
-        self,
-        model: Any,  # noqa: ANN401
-        buffers: Sequence[KVBuffer],
-        sees: Sequence[Sees],
-        memory: Memory | None = None,
-        **options: Any,  # noqa: ANN401
-    ) -> None:
+    def __init__(self, model: CausalModel, buffers: Sequence[KVBuffer], memory: Memory | None = None) -> None:
         """Copies of the rows' own tiles are made in `memory`. Rows that used it before must not step again."""
-        self._model, self._options, self._buffers, self._sees = model, options, tuple(buffers), sees
-        layers = [at for at, layer_sees in enumerate(sees) if not layer_sees.window]
+        self._model, self._buffers, self._sees = model, tuple(buffers), model.sees
+        layers = [at for at, sees in enumerate(self._sees) if not sees.window]
         memory = {} if memory is None else memory
         self._groups = [
             _Group([buffers[row] for row in rows], rows, tiles, layers, memory.setdefault(number, {}))
@@ -59,7 +47,7 @@ class Rows:
         ]
         grouped = {row for group in self._groups for row in group.rows}
         self._alone = [row for row in range(len(buffers)) if row not in grouped]
-        self._deferred = sorted(grouped) if len(layers) == len(sees) else []
+        self._deferred = sorted(grouped) if len(layers) == len(self._sees) else []
         """Rows whose new KV is written after the pass, all layers at once. Attention reads it from the groups' copies.
         """
         self._new: list[tuple[Tensor, Tensor]] = []
@@ -77,13 +65,13 @@ class Rows:
         with ExitStack() as stack:
             for buffer in self._buffers:
                 stack.enter_context(buffer.passing())
-            output = self._model(
+            output = self._model.network(
                 input_ids=torch.tensor(tokens, device=device)[:, None],
                 position_ids=torch.tensor([[buffer.length] for buffer in self._buffers], device=device),
                 past_key_values=self._cache,
                 use_cache=True,
                 kp_attend=self.attend,
-                **self._options,
+                **self._model.keep(1),
             )
         if self._deferred:
             keys, values = (torch.stack(side)[:, :, :, 0] for side in zip(*self._new, strict=True))
@@ -114,19 +102,12 @@ class Rows:
 
 
 @torch.inference_mode()
-def run_ragged(
-    model: Any,  # noqa: ANN401
-    buffers: Sequence[KVBuffer],
-    tokens: Sequence[Sequence[int]],
-    sees: Sequence[Sees],
-    *,
-    keeps_logits: bool,
-) -> Tensor:
+def run_ragged(model: CausalModel, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
     """Run `tokens`, one list per buffer, as one sequence, in which each row attends over its own buffer.
 
     Returns the last logits, `(rows, vocabulary)`.
     """
-    counts, device = [len(row_tokens) for row_tokens in tokens], buffers[0].layers[0].keys.device
+    counts, device, sees = [len(row_tokens) for row_tokens in tokens], buffers[0].layers[0].keys.device, model.sees
     last_indices = torch.tensor(list(accumulate(counts)), device=device) - 1
     positions = [
         range(row_buffer.length, row_buffer.length + count) for row_buffer, count in zip(buffers, counts, strict=True)
@@ -146,16 +127,16 @@ def run_ragged(
     with ExitStack() as stack:
         for buffer in buffers:
             stack.enter_context(buffer.passing())
-        output = model(
+        output = model.network(
             input_ids=torch.tensor(list(chain(*tokens)), device=device)[None],
             position_ids=torch.tensor(list(chain(*positions)), device=device)[None],
             past_key_values=cache_of_rows(buffers, counts),
             use_cache=True,
             kp_attend=attend_each,
-            **({"logits_to_keep": last_indices} if keeps_logits else {}),
+            **model.keep(last_indices),
         )
     logits: Tensor = output.logits[0]
-    return logits.clone() if keeps_logits else logits[last_indices]
+    return logits.clone() if model.keeps_logits else logits[last_indices]
 
 
 def _grouped(buffers: Sequence[KVBuffer]) -> list[tuple[list[int], int]]:

@@ -269,7 +269,7 @@ def _run(model: CausalModel, inputs: Tensor, past: KVTensors | None, keep: int) 
         position_ids=torch.arange(count, count + new, device=model.device)[None],
         past_key_values=cache,
         use_cache=True,
-        **({"logits_to_keep": keep} if keep and model.keeps_logits else {}),
+        **(model.keep(keep) if keep else {}),
     )
     layers = cache.layers
     kv = KVTensors(tuple(layer.keys[0] for layer in layers), tuple(layer.values[0] for layer in layers))

@@ -31,7 +31,7 @@ class LlamaModel:
     Raises `ModelError` if the state of its sequences is not laid out as this release knows it.
     """
 
-    batches, replays = True, None
+    batches = True
 
     def __init__(self, context: Context, dtype: torch.dtype) -> None:
         self.context = context

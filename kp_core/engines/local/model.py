@@ -38,10 +38,6 @@ class Model(Protocol):
     """See `Engine.lacks`; the engine has all other capabilities."""
 
     @property
-    def replays(self) -> object | None:
-        """Recorded short passes, if there are any; the step of a single answer is then one of `rows`, too."""
-
-    @property
     def rope(self) -> Rope:
         """Moves keys; raises `UnsupportedRequestError` if they cannot be moved."""
 

@@ -243,8 +243,7 @@ class Scheduler:
             member.logits = logits
 
     def _logits(self, batch: list[Decoding]) -> Tensor:
-        # A lone step is replayed as those of several are.
-        if len(batch) == 1 and (self._model.replays is None or len(batch[0].tokens) > 1):
+        if len(batch) == 1:
             if self._rows is not None and batch[0] in self._rows[0]:
                 self._rows = None  # Its copies of this buffer's keys are out of date after this pass.
             logits = self._model.forward(torch.tensor([batch[0].tokens]), batch[0].buffer)

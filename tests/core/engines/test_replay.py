@@ -92,7 +92,7 @@ def test_replayed_rows_are_plain_ones(kind):
                 layer.keys.fill_(torch.nan)
                 layer.values.fill_(torch.nan)
             model.forward(torch.tensor([ids]), buffer, logits=False)
-    replayed = ReplayedRows(model.network, both[0], model.sees, record)
+    replayed = ReplayedRows(model, both[0], record)
     for step in range(_STEPS):
         tokens = [draw.randrange(256) for _ in starts]
         found = replayed.step(both[0], [[token] for token in tokens])
