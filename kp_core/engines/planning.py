@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import struct
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from kp_core.compose import (
     AutoComposer,
@@ -21,6 +21,7 @@ from kp_core.compose import (
     SelectComposer,
     laid_out,
 )
+from kp_core.engines.base import Engine
 from kp_core.engines.calibration import Calibrations
 from kp_core.engines.ordering import Ordering
 from kp_core.engines.request import CompiledFor, Request
@@ -36,6 +37,9 @@ from kp_core.prompt.conversation import Message, Turn, placed, unresolved
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import as_steering
+
+if TYPE_CHECKING:
+    from kp_core.engines.local.engine import LocalEngine
 
 __all__ = ["Learned", "Planner"]
 
@@ -53,19 +57,9 @@ Learned: TypeAlias = Sequence[tuple[KnowledgePack, Plan]]
 class Planner:
     """Makes plans for one model."""
 
-    def __init__(  # noqa: PLR0913
-        self,
-        template: ChatTemplate,
-        identity: ModelFingerprint,
-        max_positions: int,
-        found: Callable[[Plan], int],
-        selector: Selector,
-        calibrations: Calibrations,
-    ) -> None:
-        """`found` returns how many tokens of a prompt, from the first on, are in memory."""
-        self._found, self._ordering, self._selector = found, Ordering(), selector
-        self._calibrations = calibrations
-        self._template, self._identity, self._max_positions = template, identity, max_positions
+    def __init__(self, engine: Engine, template: ChatTemplate, selector: Selector, calibrations: Calibrations) -> None:
+        self._engine, self._identity, self._template = engine, engine.identity, template
+        self._ordering, self._selector, self._calibrations = Ordering(), selector, calibrations
         self._met, self._lock = dict[Hashable, None](), threading.Lock()
 
     def plan(
@@ -254,6 +248,10 @@ class Planner:
             return None
         return replace(span, reference=replace(span.reference, pack=entry))
 
+    def found(self, plan: Plan) -> int:
+        """How many tokens of a prompt, from the first on, are in memory."""
+        return cast("LocalEngine", self._engine).found(plan) if "cache" in self._engine.supports and plan.reuse else 0
+
     def _exact(self, prompt: Prompt, source: PackView | None, *, reuse: bool) -> Plan:
         """The plan that prefills `prompt` without composers."""
         plan, _ = self._sourced(prompt, Request(reuse=reuse), source)
@@ -263,12 +261,12 @@ class Planner:
         """Whether the exact KV of a prompt, up to the end of its last pack, is in memory."""
         if request.composer.exact or not prompt.spans:
             return False
-        return self._found(self._exact(prompt, source, reuse=request.reuse)) >= prompt.spans[-1].stop
+        return self.found(self._exact(prompt, source, reuse=request.reuse)) >= prompt.spans[-1].stop
 
     def _missing(self, prompt: Prompt, request: Request, source: PackView | None) -> int:
         """How many tokens of a prompt would be computed now."""
         plan, _ = self._sourced(prompt, request, source)
-        found, tokens = self._found(plan), 0
+        found, tokens = self.found(plan), 0
         for region in plan.regions:
             if region.lacks_kv:
                 tokens += max(0, region.stop - max(region.start, found))
@@ -276,10 +274,10 @@ class Planner:
 
     def _budget(self, prompt: Prompt, request: Request, tokens: int | None) -> int:
         """How many tokens the answer may take. Raises `ContextOverflowError` if they do not fit after the prompt."""
-        room = self._max_positions - len(prompt)
+        room = self._engine.max_positions - len(prompt)
         budget = tokens if tokens is not None else request.max_tokens or min(_DEFAULT_MAX_TOKENS, max(room, 1))
         if budget > room:
-            raise ContextOverflowError(len(prompt), budget, self._max_positions)
+            raise ContextOverflowError(len(prompt), budget, self._engine.max_positions)
         return budget
 
     def _was_met(self, key: Hashable, *, learn: bool = True) -> bool:
@@ -313,7 +311,7 @@ class Planner:
         if learn:
             missing = [part for part in kept.keys if not kept.has(*part)]
             # KV in memory was met, too, if only as text: a document goes as text until its pack is compiled.
-            in_memory = self._found(plan) if missing else 0
+            in_memory = self.found(plan) if missing else 0
             kept.wanted = frozenset(
                 (start, stop)
                 for start, stop in missing

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from kp_core.compose import SelectComposer, SpliceComposer
+from kp_core.engines.base import Engine
 from kp_core.engines.calibration import blob_key
 from kp_core.engines.ordering import Group, Handles, arranged
 from kp_core.errors import PackError
-from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef, PackView, Segment
 from kp_core.plan import Plan, Region
@@ -63,23 +63,21 @@ _PROBES = (
 class Selector:
     """Chooses which of the packs that stand side by side in a message are sent, for one model.
 
-    `attention` is that of the engine, `build` compiles texts, `decode` gives the text of token ids, `heads` are the
-    model's retrieval heads, `(layer, head)`, if they are known. What was chosen at a place for a question is
-    remembered, so a conversation keeps its earlier choices, and with them its KV.
+    `attention` is that of the engine, `build` compiles texts, `heads` are the model's retrieval heads, `(layer, head)`,
+    if they are known. What was chosen at a place for a question is remembered, so a conversation keeps its earlier
+    choices, and with them its KV.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
+        engine: Engine,
         template: ChatTemplate,
-        identity: ModelFingerprint,
-        max_positions: int,
         attention: Attention,
         build: Callable[[Sequence[str]], Iterable[KnowledgePack]],
-        decode: Callable[[Sequence[int]], str],
         heads: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self._template, self._identity, self._max_positions = template, identity, max_positions
-        self._attention, self._build, self._decode = attention, build, decode
+        self._engine, self._identity, self._template = engine, engine.identity, template
+        self._attention, self._build = attention, build
         self._found = ([layer for layer, _ in heads], [head for _, head in heads]) if heads else None
         self._chosen: OrderedDict[Hashable, Handles] = OrderedDict()
         self._lock = threading.Lock()
@@ -160,7 +158,7 @@ class Selector:
         """The sentence of a pack with most attention (`weights`, `(heads, tokens)`) and most words of `known`."""
         sentences, stops = _ENDS.split(pack.text), [end.end() for end in _ENDS.finditer(pack.text)]
         # Where each token ends, about: a token alone may be decoded to fewer or more characters.
-        sizes = list(accumulate(len(self._decode([token])) for token in pack.token_ids))
+        sizes = list(accumulate(len(self._engine.tokenizer.decode([token])) for token in pack.token_ids))
         shares, words = [0.0] * len(sentences), _lower_words(known)
         for size, weight in zip(sizes, weights.sum(dim=0).tolist(), strict=True):
             shares[bisect_left(stops, size * len(pack.text) / max(1, sizes[-1]))] += weight
@@ -186,7 +184,7 @@ class Selector:
         # A pack of memory ends its line itself.
         parts: list[Segment] = [part for pack in packs for part in (pack, "" if pack.memory else GAP)]
         prompt = self._template.render_turns([Turn("user").with_segments([*parts, query])])
-        if len(prompt) > self._max_positions and len(packs) > 1:
+        if len(prompt) > self._engine.max_positions and len(packs) > 1:
             # More packs than the model has positions: each half is looked at by itself.
             at = len(packs) // 2
             first, second = (self._by_head(half, query, view, layers) for half in (packs[:at], packs[at:]))

@@ -113,18 +113,10 @@ class Session:
 
     @cached_property
     def _planner(self) -> Planner:
-        identity = self.engine.identity
         build, shipped = partial(self.build_packs, progress=False), self.calibrations.of(None)
-        selector = Selector(
-            self.template,
-            identity,
-            self.max_positions,
-            self._attention,
-            build,
-            self.tokenizer.decode,
-            heads=shipped.heads if shipped else (),
-        )
-        return Planner(self.template, identity, self.max_positions, self._found, selector, self.calibrations)
+        heads = shipped.heads if shipped else ()
+        selector = Selector(self.engine, self.template, self._attention, build, heads)
+        return Planner(self.engine, self.template, selector, self.calibrations)
 
     @cached_property
     def calibrations(self) -> Calibrations:
@@ -134,9 +126,6 @@ class Session:
     def _attention(self, plan: Plan, layers: int | None) -> Tensor | None:
         self._need("attention", "composer='select'")
         return cast("LocalEngine", self.engine).attention(plan, layers)
-
-    def _found(self, plan: Plan) -> int:
-        return self._cache("found").found(plan) if "cache" in self.engine.supports and plan.reuse else 0
 
     def generate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401 - of `Request`
         """The answer to a conversation (a string is one user message).
@@ -213,7 +202,7 @@ class Session:
         pace = seconds / tokens if tokens else self._probe()
         state_bytes = self.state_bytes if "cache" in self.engine.supports else 0
         is_bitwise = "bitwise" in self.engine.supports
-        return explain(plan, self._found(plan), pace, state_bytes, is_bitwise=is_bitwise)
+        return explain(plan, self._planner.found(plan), pace, state_bytes, is_bitwise=is_bitwise)
 
     def perplexity(self, messages: Sequence[Message] | str, answer: str, **options: Any) -> float:  # noqa: ANN401
         """Perplexity per token of `answer` to a conversation; 1.0 without tokens. Raises as `generate`."""
