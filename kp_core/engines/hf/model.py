@@ -120,7 +120,7 @@ class CausalModel:
             except (ValueError, TypeError, RuntimeError, AttributeError) as error:
                 logger.warning("Passes are not recorded: %s", error)
                 return
-            buffers, _ = self._probe_rows()
+            buffers = self._probe_rows()
             plain = [self._next([token], buffer) for token in tokens for buffer in buffers]
             plain += [self._next(question, buffers[0]) for question in questions]
         if not replayed:  # It was said why.
@@ -138,20 +138,19 @@ class CausalModel:
 
         With `record`, passes are recorded on the way. Then the result is empty if any was not.
         """
-        buffers, _ = self._probe_rows()
+        buffers = self._probe_rows()
         steps = ReplayedRows(self, buffers, record)
         asked = ReplayedRows(self, buffers[:1], record, len(tokens))
         found = [steps.step(buffers, [[token] for _ in buffers]) for token in tokens]
         found += [asked.step(buffers[:1], [question]) for question in questions]
         return found if record is None or (steps.replay and asked.replay) else []
 
-    def _probe_rows(self) -> tuple[list[KVBuffer], list[KVBuffer]]:
-        """Two buffers with other numbers of tokens, twice."""
-        both = [[KVBuffer(self.shape, 2 * PROBE) for _ in range(2)] for _ in range(2)]
-        for buffers in both:
-            for row, buffer in enumerate(buffers):
-                self.forward(self._probe_ids()[:, : PROBE + row], buffer, logits=False)
-        return both[0], both[1]
+    def _probe_rows(self) -> list[KVBuffer]:
+        """Two buffers with other numbers of tokens."""
+        buffers = [KVBuffer(self.shape, 2 * PROBE) for _ in range(2)]
+        for row, buffer in enumerate(buffers):
+            self.forward(self._probe_ids()[:, : PROBE + row], buffer, logits=False)
+        return buffers
 
     def _found_lacks(self) -> dict[str, str]:
         lacks = dict(self.kind.lacks)
@@ -408,7 +407,7 @@ class CausalModel:
     def _rows_agree(self) -> bool:
         """Whether several sequences decoded in one pass get the logits that each gets alone."""
         with self._narrowed():
-            buffers, alone = self._probe_rows()
+            buffers, alone = self._probe_rows(), self._probe_rows()
             token = int(self._probe_ids()[0, -1])
             tokens = [[token], [token, token]]
             try:

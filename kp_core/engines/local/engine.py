@@ -362,7 +362,7 @@ def _batches(engine: LocalEngine, plans: list[Plan]) -> list[list[int]]:
     for index, plan in enumerate(plans):
         start, stop = plan.wanted
         is_plain = all(region.source == "computed" and region.stop <= start for region in plan.regions)
-        batch = latest.get(plan.prompt.token_ids[:start], []) if is_plain and engine.model.batches else []
+        batch = latest.get(plan.prompt.token_ids[:start], []) if is_plain and "batch" not in engine.lacks else []
         tokens = sum(plans[member].wanted[1] - start for member in batch)
         if not batch or len(batch) == _MOST_TEXTS or tokens + stop - start > _MOST_TOKENS:
             batch = []

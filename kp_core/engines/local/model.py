@@ -32,8 +32,6 @@ class Model(Protocol):
     """Length of the logits."""
     end_tokens: frozenset[int]
     """Tokens that end an answer."""
-    batches: bool
-    """Whether several sequences can be computed in one pass."""
     lacks: Mapping[str, str]
     """See `Engine.lacks`; the engine has all other capabilities."""
 

@@ -130,7 +130,7 @@ class Scheduler:
         """Whether a question of `tokens` tokens, of a prompt that is `coming`, may share a pass with other steps."""
         with self._changed:
             is_shared = self._coming > 1 or self._is_busy or self._waiting or self._together
-            return bool(is_shared and tokens <= _SHORT and self._model.batches)
+            return bool(is_shared and tokens <= _SHORT and "batch" not in self._model.lacks)
 
     def leave(self, decoding: Decoding) -> None:
         """Record that an answer is complete, so that no step waits for it."""
@@ -197,7 +197,7 @@ class Scheduler:
         if self._is_busy or decoding not in self._waiting or self._is_for_prefill():
             return None
         batch = [decoding]
-        if (len(self._waiting) > 1 or self._together - {decoding}) and self._model.batches:
+        if (len(self._waiting) > 1 or self._together - {decoding}) and "batch" not in self._model.lacks:
             if not self._together <= {*self._waiting} and time.monotonic() < self._until(came):
                 return None
             room = _MOST_TOKENS - len(decoding.tokens)

@@ -237,10 +237,8 @@ def test_a_reader_that_pauses_holds_nobody_up():
 class Plain:
     """A model that computes nothing, and notes what it was asked for."""
 
-    replays = None
-
     def __init__(self, *, batches=True):
-        self.batches, self.log = batches, []
+        self.lacks, self.log = {} if batches else {"batch": "for a test"}, []
 
     def forward(self, ids, _buffer, *, logits=True):
         del logits
