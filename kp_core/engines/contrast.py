@@ -15,7 +15,6 @@ from kp_core.kv import KVTensors
 from kp_core.packs.pack import Prefix, common_length
 from kp_core.plan import Plan
 from kp_core.progress import bar_of
-from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import LayerRange, Method, Pair, Steering, resolve_layers
 from kp_core.steering.value import check_method
@@ -59,8 +58,7 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
     if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs:
         raise SteeringError(f"Got {pairs!r} for pairs; {_ADVICE}")
     check_method(method, keys=c_k is not None)
-    prompts = [_prompts(template, pair, index, method) for index, pair in enumerate(pairs)]
-    plans = [plan for pair in prompts for plan in _plans(wanted, *pair)]
+    plans = [plan for index, pair in enumerate(pairs) for plan in _plans(template, wanted, pair, index, method)]
     means: list[_Means] = []
     bar = bar_of("Reading pairs", len(plans), "side", engine.kv(plans), shown=progress)
     chosen_layers: tuple[int, ...] = ()
@@ -97,7 +95,10 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
     return steering.scaled(c_v=c_v, c_k=1.0 if c_k is None else c_k)
 
 
-def _prompts(template: ChatTemplate, pair: Pair, index: int, method: Method) -> tuple[Prompt, Prompt]:
+def _plans(
+    template: ChatTemplate, wanted: Callable[[Prefix, Sequence[int]], Plan], pair: Pair, index: int, method: Method
+) -> tuple[Plan, Plan]:
+    """Plans for the KV of both sides of a pair from the first message that differs. Only KV before it may be reused."""
     sides = () if isinstance(pair, str) or not isinstance(pair, Sequence) else pair
     if len(sides) != 2 or not all(isinstance(side, Sequence) for side in sides):
         raise SteeringError(f"Got {pair!r} for pair {index}; {_ADVICE}")
@@ -107,11 +108,6 @@ def _prompts(template: ChatTemplate, pair: Pair, index: int, method: Method) -> 
     positive, negative = (template.render(side, add_generation_prompt=answering) for side in pair)
     if positive.token_ids == negative.token_ids:
         raise SteeringError(f"Both sides of pair {index} are the same prompt once rendered; {_ADVICE}")
-    return positive, negative
-
-
-def _plans(wanted: Callable[[Prefix, Sequence[int]], Plan], positive: Prompt, negative: Prompt) -> tuple[Plan, Plan]:
-    """Plans for the KV of both sides from the first message that differs. Only KV before it may be reused."""
     shared = common_length(positive.token_ids, negative.token_ids)
     start = max((at for at in positive.breaks if at <= shared), default=0)
     prefix = positive.token_ids[:start]

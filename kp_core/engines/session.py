@@ -69,6 +69,7 @@ Key = TypeVar("Key", bound=Hashable)
 Job: TypeAlias = Callable[[], Iterable[object] | None]
 """Background work: a function that does all of it at once, or returns an iterable that does one piece at each step."""
 
+_MOST_JOBS = 64  # Background jobs that may wait.
 _STEP_TOKENS = 512  # Tokens of one step of background work.
 _PACED = 256  # Shorter prefills do not count for the pace, because the fixed cost of a pass dominates them.
 
@@ -472,11 +473,11 @@ class IdleQueue:
     """Runs background jobs one after the other in one thread, which exists only while there are jobs.
 
     A step begins only when no request is being answered. A request that arrives during a step waits for at most that
-    step. At most `limit` jobs may wait.
+    step. At most `_MOST_JOBS` jobs may wait.
     """
 
-    def __init__(self, limit: int = 64) -> None:
-        self._limit, self._closed, self._requests = limit, False, 0
+    def __init__(self) -> None:
+        self._closed, self._requests = False, 0
         self._jobs: deque[tuple[Job, Future[None]]] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -488,8 +489,8 @@ class IdleQueue:
         """
         future: Future[None] = Future()
         with self._changed:
-            if self._closed or len(self._jobs) >= self._limit:
-                reason = "it was closed" if self._closed else f"{self._limit} jobs wait already"
+            if self._closed or len(self._jobs) >= _MOST_JOBS:
+                reason = "it was closed" if self._closed else f"{_MOST_JOBS} jobs wait already"
                 raise BusyError(f"The engine takes no more background work: {reason}.")
             self._jobs.append((job, future))
             if self._thread is None:
