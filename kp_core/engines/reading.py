@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -146,7 +147,7 @@ def read_answer(
             logprobs.extend(latest)
             yield replace(delta, logprobs=latest) if latest else delta
 
-    try:
+    with closing(stream):
         for token in stream:
             tokens.append(token)
             ttft = ttft or stream.limit.spent
@@ -172,8 +173,6 @@ def read_answer(
             *(parts.text, tuple(tokens), reason, usage, plan.prompt, stream.first_logits, calls, parts.reasoning),
             logprobs=tuple(logprobs) if names else None,
         )
-    finally:
-        stream.close()
 
 
 def _readers(

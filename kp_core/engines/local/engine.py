@@ -12,6 +12,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -141,8 +142,7 @@ class LocalEngine:
 
     def _attention(self, plan: Plan, layers: int | None) -> Tensor | None:
         region = plan.regions[-1]
-        run = self.prefill(plan.until(region.start), len(plan.prompt), logits=False)
-        try:
+        with closing(self.prefill(plan.until(region.start), len(plan.prompt), logits=False)) as run:
             packs, by_layer = run.load(region, plan), list[Tensor]()
             if packs is None:
                 return None
@@ -158,8 +158,6 @@ class LocalEngine:
                     layers=layers,
                 )
             return torch.stack(by_layer).float().cpu()
-        finally:
-            run.close()
 
     def found(self, plan: Plan) -> int:
         """How many tokens of the prompt, from the first on, are in the prefix tree now."""
@@ -169,11 +167,8 @@ class LocalEngine:
 
     def pin(self, plan: Plan) -> Node:
         """Keep the prompt of `plan` in the prefix tree until `unpin` is called with the returned object."""
-        run = self.scheduler.twice(lambda: self.prefill(plan, len(plan.prompt), logits=False))
-        try:
+        with closing(self.scheduler.twice(lambda: self.prefill(plan, len(plan.prompt), logits=False))) as run:
             return run.path.pin()
-        finally:
-            run.close()
 
     def unpin(self, pinned: object) -> None:
         """Undo one `pin`."""
@@ -243,10 +238,8 @@ class LocalEngine:
                 run.close()
                 plain_run = Run(self, plan.below, capacity, tree, limit, logits=False)
                 plain_run.fill()
-                try:
+                with closing(plain_run):
                     plain_kv, computed = plain_run.buffer.read(0, steered_stop), plain_run.computed
-                finally:
-                    plain_run.close()
                 run = begin_run()
                 run.computed = computed
             run.fill(plain_kv)
@@ -290,12 +283,9 @@ class LocalEngine:
 
     def _forced(self, plan: Plan, stream: TokenStream) -> Iterator[int]:
         def scored() -> list[float]:
-            run = self.prefill(plan, len(plan.prompt) + len(plan.forced), limit=stream.limit)
-            try:
+            with closing(self.prefill(plan, len(plan.prompt) + len(plan.forced), limit=stream.limit)) as run:
                 _tell(stream, run)
                 return self._losses(run, plan.forced)
-            finally:
-                run.close()
 
         try:
             stream.losses = self.scheduler.twice(scored)
@@ -375,14 +365,9 @@ def _batches(engine: LocalEngine, plans: list[Plan]) -> list[list[int]]:
 
 def _alone(engine: LocalEngine, plan: Plan) -> KVTensors:
     start, stop = plan.wanted
-    run = engine.prefill(plan, stop, logits=False)
-    try:
-        for at in range(run.buffer.length, stop, engine.pass_tokens):
-            ids = plan.prompt.token_ids[at : min(stop, at + engine.pass_tokens)]
-            engine.forward(ids, run.buffer, logits=False)
+    with closing(engine.prefill(plan, stop, logits=False)) as run:
+        run.compute_apart(stop)
         return run.buffer.read(start, stop)
-    finally:
-        run.close()
 
 
 def _together(engine: LocalEngine, plans: list[Plan]) -> list[KVTensors]:
@@ -503,7 +488,10 @@ class Run:
             if region.stop > self.buffer.length:
                 # Packs were compiled after plain KV, so their KV is wrong after altered KV.
                 self._compute(region.start)
-                self._compute_steered(region)
+                self.compute_apart(region.stop)
+                kv = self.buffer.read(region.start, region.stop)
+                self.buffer.truncate(region.start)
+                self._alter(region, kv)
         self._compute(len(self.plan.prompt))
 
     def _bring(self, region: Region) -> None:
@@ -689,16 +677,13 @@ class Run:
             batch_logits = self._model.forward_among(ids, self.buffer, places, logits=logits)
         return None if batch_logits is None else batch_logits[0]
 
-    def _compute_steered(self, region: Region) -> None:
-        """Compute a steered region after altered KV, then alter it."""
-        for start in range(region.start, region.stop, self._engine.pass_tokens):
-            ids = self.plan.prompt.token_ids[start : min(region.stop, start + self._engine.pass_tokens)]
+    def compute_apart(self, until: int) -> None:
+        """Compute the tokens up to `until`, which the tree does not get."""
+        while (start := self.buffer.length) < until:
+            ids = self.plan.prompt.token_ids[start : min(until, start + self._engine.pass_tokens)]
             self._engine.forward(ids, self.buffer, logits=False)
             self.computed += len(ids)
             self._check_limit()
-        kv = self.buffer.read(region.start, region.stop)
-        self.buffer.truncate(region.start)
-        self._alter(region, kv)
 
     def _alter(self, region: Region, kv: KVTensors) -> None:
         """Write plain `kv`, which ends where the steered `region` ends, and alter the part inside the region."""
