@@ -109,7 +109,7 @@ def in_one_pass(engine, ids):
     model = engine.engine.model
     buffer = KVBuffer(model.shape, len(ids))
     with torch.inference_mode():
-        logits = model.forward_all(torch.tensor([ids]), buffer)
+        logits = model.forward(ids, buffer, len(ids))
     return buffer.read(0, len(ids)), logits
 
 

@@ -20,7 +20,7 @@ def behind(model, prefix, own, run):
     """A buffer that begins with the run `prefix`, as a request that found it in the tree has it."""
     buffer = KVBuffer(model.shape, 512)
     for part in (prefix, own):
-        model.forward(torch.tensor([part]), buffer, logits=False)
+        model.forward(part, buffer, logits=0)
     buffer.runs = [(run, 0, len(prefix))]
     return buffer
 
@@ -38,7 +38,7 @@ def test_rows_are_what_each_is_alone(kind):
     for step in range(70):  # More than a tail has room for at first.
         tokens = [draw.randrange(256) for _ in starts]
         found = step_rows(tokens)
-        expected = [model.forward(torch.tensor([[token]]), buffer) for token, buffer in zip(tokens, alone, strict=True)]
+        expected = [model.forward([token], buffer) for token, buffer in zip(tokens, alone, strict=True)]
         torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-4, msg=f"step {step}")
 
 
@@ -51,7 +51,7 @@ def test_questions_of_any_length_are_what_each_is_alone(kind):
     for counts in [(1, 5, 2, 9), (WINDOW, 1, 1, 2 * WINDOW), (3, 8, WINDOW + 1, 1)]:
         asked = [[draw.randrange(256) for _ in range(count)] for count in counts]
         found = model.ragged(together, asked)
-        expected = [model.forward(torch.tensor([ids]), buffer) for ids, buffer in zip(asked, alone, strict=True)]
+        expected = [model.forward(ids, buffer) for ids, buffer in zip(asked, alone, strict=True)]
         torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-4, msg=f"{counts}")
 
 
@@ -104,5 +104,5 @@ def test_tiled_attention_is_attention(kind, size):
         expected = model(ids).logits[0]
     buffer, found = KVBuffer(tiled.shape, size), []
     for start, stop in itertools.pairwise((0, size // 3, size // 3 + 1, size - 5, size)):
-        found.append(tiled.forward_all(ids[:, start:stop], buffer))
+        found.append(tiled.forward(ids[0, start:stop].tolist(), buffer, stop - start))
     torch.testing.assert_close(torch.cat(found), expected, rtol=2e-3, atol=2e-3)

@@ -327,19 +327,19 @@ def _short_tiles_agree(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def _passes_agree(model: CausalModel) -> bool:
     """Whether passes over a few tokens agree: in one pass, in parts, and over two sequences at a time."""
     vocabulary = model.network.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(vocabulary, (_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
     logits, kv = _computed(model, ids, ())
     for cuts in _CUTS:
         logits_in_parts, kv_in_parts = _computed(model, ids, cuts)
         if not (torch.equal(logits_in_parts, logits) and kv_in_parts.equal(kv)):
             return False
-    return not model.batches or all(_together(model, ids[0].tolist(), logits, kv))
+    return not model.batches or all(_together(model, ids, logits, kv))
 
 
-def _computed(model: CausalModel, ids: Tensor, cuts: Sequence[int]) -> tuple[Tensor, KVTensors]:
+def _computed(model: CausalModel, ids: Sequence[int], cuts: Sequence[int]) -> tuple[Tensor, KVTensors]:
     """Logits and KV of all tokens, computed in passes between the `cuts`."""
     buffer = KVBuffer(model.shape, _TOKENS)
-    parts = [model.forward_all(ids[:, start:stop], buffer) for start, stop in pairwise((0, *cuts, _TOKENS))]
+    parts = [model.forward(ids[start:stop], buffer, stop - start) for start, stop in pairwise((0, *cuts, _TOKENS))]
     return torch.cat(parts), buffer.read(0, _TOKENS)
 
 

@@ -105,14 +105,14 @@ class CausalModel:
 
     def _pack_weights(self) -> None:
         buffer = KVBuffer(self.shape, 2 * PROBE)
-        self._packed = pack_weights(self.network, partial(self.forward, self._probe_ids(), buffer, logits=False))
+        self._packed = pack_weights(self.network, partial(self.forward, self._probe_ids(), buffer, logits=0))
 
     def use_replay(self, record: Record) -> None:
         """Replay passes that `record` records, if that gives the same logits: of decoding, and of short questions.
 
         Logs why not.
         """
-        tokens = [int(token) for token in self._probe_ids()[0, -PROBE // 2 :]]
+        tokens = self._probe_ids()[-PROBE // 2 :]
         questions = [tokens[:count] for count in range(1, len(tokens))]
         with self._narrowed():
             try:
@@ -121,8 +121,8 @@ class CausalModel:
                 logger.warning("Passes are not recorded: %s", error)
                 return
             buffers = self._probe_rows()
-            plain = [self._next([token], buffer) for token in tokens for buffer in buffers]
-            plain += [self._next(question, buffers[0]) for question in questions]
+            plain = [self.forward([token], buffer) for token in tokens for buffer in buffers]
+            plain += [self.forward(question, buffers[0]) for question in questions]
         if not replayed:  # It was said why.
             return
         # The same kernels give the same numbers. Other kernels round differently.
@@ -149,7 +149,7 @@ class CausalModel:
         """Two buffers with other numbers of tokens."""
         buffers = [KVBuffer(self.shape, 2 * PROBE) for _ in range(2)]
         for row, buffer in enumerate(buffers):
-            self.forward(self._probe_ids()[:, : PROBE + row], buffer, logits=False)
+            self.forward(self._probe_ids()[: PROBE + row], buffer, logits=0)
         return buffers
 
     def _found_lacks(self) -> dict[str, str]:
@@ -197,38 +197,25 @@ class CausalModel:
         return {"logits_to_keep": last} if self.keeps_logits else {}
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
+    def forward(self, ids: Sequence[int], buffer: KVBuffer, logits: int = 1) -> Tensor:
         """See `Model.forward`. Without `logits`, skips the head."""
         if not logits:
             self._run(self.network.base_model, ids, buffer)
-            return None
-        if self.replays is not None and (replayed := self.replays.alone(buffer, ids.shape[1])):
-            return replayed.step([buffer], ids.tolist())
-        last_logits: Tensor = self._run(self.network, ids, buffer, **self.keep(1)).logits[:, -1]
+            return torch.empty(0, self.vocabulary)
+        if logits == 1 and self.replays is not None and (replayed := self.replays.alone(buffer, len(ids))):
+            return replayed.step([buffer], [ids])
+        last_logits: Tensor = self._run(self.network, ids, buffer, **self.keep(logits)).logits[0, -logits:]
         return last_logits.clone()
 
-    def _next(self, ids: Sequence[int], buffer: KVBuffer) -> Tensor:
-        """The logits of `forward`, for probes."""
-        logits = self.forward(torch.tensor([ids]), buffer)
-        if logits is None:
-            raise AssertionError("logits were asked for")
-        return logits
-
-    @torch.inference_mode()
-    def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
-        """See `Model.forward_all`."""
-        logits: Tensor = self._run(self.network, ids, buffer).logits[0]
-        return logits.clone()
-
-    def _run(self, network: Any, ids: Tensor, buffer: KVBuffer, **options: Any) -> Any:  # noqa: ANN401 - as transformers
+    def _run(self, network: Any, ids: Sequence[int], buffer: KVBuffer, **options: Any) -> Any:  # noqa: ANN401 - as transformers
         """A forward pass of the model, or of its base, behind the tokens in `buffer`."""
-        start, stop = buffer.length, buffer.length + ids.shape[1]
+        start, stop = buffer.length, buffer.length + len(ids)
         cache = cache_of(buffer, self.kind.windows, in_tiles=self.attends)
         arguments: dict[str, Any] = {self._takes_cache: cache, **self._attention(range(start, stop), buffer), **options}
         if self._takes_positions:
-            arguments["position_ids"] = torch.arange(start, stop, device=self.device).expand(ids.shape)
+            arguments["position_ids"] = torch.arange(start, stop, device=self.device)[None]
         with buffer.passing():
-            output = network(input_ids=ids.to(self.device), use_cache=True, **arguments)
+            output = network(input_ids=torch.tensor([ids], device=self.device), use_cache=True, **arguments)
         buffer.passed(stop)
         return output
 
@@ -408,7 +395,7 @@ class CausalModel:
         """Whether several sequences decoded in one pass get the logits that each gets alone."""
         with self._narrowed():
             buffers, alone = self._probe_rows(), self._probe_rows()
-            token = int(self._probe_ids()[0, -1])
+            token = self._probe_ids()[-1]
             tokens = [[token], [token, token]]
             try:
                 steps = [self.rows(buffers)([token, token]), self.ragged(buffers, tokens)]
@@ -416,7 +403,7 @@ class CausalModel:
                 logger.info("%s decodes sequences one by one: %s", self.config.model_type, error)
                 return False
             expected = [
-                self._next(ids, buffer)
+                self.forward(ids, buffer)
                 for step in ([[token], [token]], tokens)
                 for ids, buffer in zip(step, alone, strict=True)
             ]
@@ -458,16 +445,16 @@ class CausalModel:
         tolerance = 1e-3 if self.shape.dtype == torch.float32 else rounding
         return bool(((mine - theirs).norm(dim=1) <= tolerance * theirs.norm(dim=1)).all())
 
-    def _probe_ids(self) -> Tensor:
+    def _probe_ids(self) -> list[int]:
         # Random tokens: the first ids of a vocabulary are special tokens, and some models amplify rounding errors
         # behind these.
-        ids = torch.randint(self._text.vocab_size, (1, 2 * PROBE), generator=torch.Generator().manual_seed(0))
-        return ids.to(self.device)
+        generator = torch.Generator().manual_seed(0)
+        return list(torch.randint(self._text.vocab_size, (2 * PROBE,), generator=generator).tolist())
 
     def _probe_logits(self, edges: Sequence[int] = (0, PROBE, 2 * PROBE - 1, 2 * PROBE)) -> list[Tensor]:
         """Logits at the last token of each pass between `edges`: by default a prefill, another pass, a decode step."""
-        ids, buffer = self._probe_ids()[0].tolist(), KVBuffer(self.shape, 2 * PROBE)
-        return [self._next(ids[start:stop], buffer) for start, stop in pairwise(edges)]
+        ids, buffer = self._probe_ids(), KVBuffer(self.shape, 2 * PROBE)
+        return [self.forward(ids[start:stop], buffer) for start, stop in pairwise(edges)]
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

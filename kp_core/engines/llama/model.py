@@ -55,14 +55,10 @@ class LlamaModel:
         """The buffers of requests."""
         return SequencePool(self.context, self.shape, tree)
 
-    def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
-        """Run `ids`, `(1, new)`, behind the tokens of a buffer. Returns logits at the last one, `(1, vocabulary)`."""
-        found = self._behind(buffer, ids[0].tolist(), "last" if logits else "none")
-        return found[-1:] if logits else None
-
-    def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
-        """As `forward`, but returns the logits at every token, `(new, vocabulary)`."""
-        return self._behind(buffer, ids[0].tolist(), "all")
+    def forward(self, ids: Sequence[int], buffer: KVBuffer, logits: int = 1) -> Tensor:
+        """Run `ids` behind `buffer`. Returns the logits at the last `logits` of them, `(logits, vocabulary)`."""
+        found = self._behind(buffer, ids, "none" if not logits else "last" if logits == 1 else "all")
+        return found[len(found) - logits :]
 
     def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Run `tokens` behind each buffer in one pass. Returns the logits at the last of each, `(rows, vocabulary)`."""

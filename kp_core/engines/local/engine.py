@@ -190,9 +190,7 @@ class LocalEngine:
             return math.nan
         try:
             began = time.perf_counter()
-            logits = self.forward([0] * tokens, buffer)
-            if logits is not None:
-                logits.cpu()  # Waits for an accelerator.
+            self.forward([0] * tokens, buffer).cpu()  # Waits for an accelerator.
             return (time.perf_counter() - began) / tokens
         finally:
             self.pool.give(buffer)
@@ -298,19 +296,17 @@ class LocalEngine:
         """The negative log-probability of each of `tokens` after `run`."""
         if run.logits is None:
             raise AssertionError("a prefilled prompt has logits")
-        ids = torch.tensor([tokens])
         logits = run.logits[None]
         if len(tokens) > 1:
-            with self.scheduler.prefill(len(tokens)):
-                logits = torch.cat([logits, self.model.forward_all(ids[:, :-1], run.buffer)])
-        token_losses = torch.nn.functional.cross_entropy(logits.float(), ids[0].to(logits.device), reduction="none")
+            logits = torch.cat([logits, self.forward(tokens[:-1], run.buffer, len(tokens) - 1)])
+        expected = torch.tensor(tokens, device=logits.device)
+        token_losses = torch.nn.functional.cross_entropy(logits.float(), expected, reduction="none")
         return [float(loss) for loss in token_losses]
 
-    def forward(self, ids: Sequence[int], buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
-        """Run `ids` behind the tokens in `buffer`. With `logits`, returns the last ones, `(vocabulary,)`."""
+    def forward(self, ids: Sequence[int], buffer: KVBuffer, logits: int = 1) -> Tensor:
+        """See `Model.forward`; waits for the model."""
         with self.scheduler.prefill(len(ids)):
-            batch_logits = self.model.forward(torch.tensor([ids]), buffer, logits=logits)
-        return None if batch_logits is None else batch_logits[0]
+            return self.model.forward(ids, buffer, logits)
 
 
 def _tell(stream: TokenStream, run: Run) -> None:
@@ -662,7 +658,8 @@ class Run:
     def _pass(self, ids: Sequence[int], *, logits: bool) -> Tensor | None:
         """As `forward`, but also compute the tokens in `self._late`, which completes their composed region."""
         if self._late is None:
-            return self._engine.forward(ids, self.buffer, logits=logits)
+            computed = self._engine.forward(ids, self.buffer, int(logits))
+            return computed[0] if logits else None
         (region, late_places), self._late = self._late, None
         stop = self.buffer.length + len(ids)
         last_logits = self._among([*late_places, *range(self.buffer.length, stop)], logits=logits)
@@ -681,7 +678,7 @@ class Run:
         """Compute the tokens up to `until`, which the tree does not get."""
         while (start := self.buffer.length) < until:
             ids = self.plan.prompt.token_ids[start : min(until, start + self._engine.pass_tokens)]
-            self._engine.forward(ids, self.buffer, logits=False)
+            self._engine.forward(ids, self.buffer, 0)
             self.computed += len(ids)
             self._check_limit()
 

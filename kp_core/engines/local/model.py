@@ -42,11 +42,8 @@ class Model(Protocol):
     def pool(self, tree: PrefixTree, cache_bytes: int) -> BufferPool:
         """The buffers of requests, which may share the budget `cache_bytes` with the prefix tree."""
 
-    def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
-        """Run `ids`, `(1, new)` on the CPU, behind `buffer`. Returns the logits at the last, `(1, vocabulary)`."""
-
-    def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
-        """As `forward`, but returns the logits at every token, `(new, vocabulary)`."""
+    def forward(self, ids: Sequence[int], buffer: KVBuffer, logits: int = 1) -> Tensor:
+        """Run `ids` behind `buffer`. Returns the logits at the last `logits` of them, `(logits, vocabulary)`."""
 
     def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Run `tokens` behind each buffer in one pass. Returns the logits at the last of each, `(rows, vocabulary)`."""

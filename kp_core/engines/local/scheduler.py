@@ -246,10 +246,7 @@ class Scheduler:
         if len(batch) == 1:
             if self._rows is not None and batch[0] in self._rows[0]:
                 self._rows = None  # Its copies of this buffer's keys are out of date after this pass.
-            logits = self._model.forward(torch.tensor([batch[0].tokens]), batch[0].buffer)
-            if logits is None:
-                raise AssertionError("logits were asked for")
-            return logits
+            return self._model.forward(batch[0].tokens, batch[0].buffer)
         if any(len(member.tokens) > 1 for member in batch):
             self._rows = None  # Questions are new rows, and copies of the other rows' keys are out of date afterwards.
             return self._model.ragged([member.buffer for member in batch], [member.tokens for member in batch])

@@ -113,13 +113,13 @@ def test_the_first_keys_of_a_tile_give_the_bits_of_the_whole_tile(dtype, dim):
 
 def test_what_stands_behind_the_end_of_a_buffer_is_never_seen():
     model = CausalModel(tiny_model("llama"))
-    ids = torch.randint(256, (1, 2 * TILE), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(256, (2 * TILE,), generator=torch.Generator().manual_seed(0)).tolist()
     clean, dirty = KVBuffer(model.shape, 2 * TILE), KVBuffer(model.shape, 2 * TILE)
     for layer in dirty.layers:
         layer.keys.fill_(float("nan"))
         layer.values.fill_(float("nan"))
     for start, stop in itertools.pairwise((0, 40, 41, TILE - 1, TILE, TILE + 30)):
-        expected, found = (model.forward(ids[:, start:stop], each) for each in (clean, dirty))
+        expected, found = (model.forward(ids[start:stop], each) for each in (clean, dirty))
         assert torch.equal(found, expected)
     # What was there is forgotten, and something else is written behind it.
     for buffer in (clean, dirty):
@@ -130,16 +130,16 @@ def test_what_stands_behind_the_end_of_a_buffer_is_never_seen():
         layer.values[:, :, 60:] = float("inf")
     dirty.truncate(20)
     clean.truncate(20)
-    assert torch.equal(model.forward(ids[:, 50:70], dirty), model.forward(ids[:, 50:70], clean))
+    assert torch.equal(model.forward(ids[50:70], dirty), model.forward(ids[50:70], clean))
 
 
 def test_a_probe_that_finds_a_difference_says_so(monkeypatch):
     model = CausalModel(tiny_model("llama").to(torch.bfloat16))
     assert why_not_bitwise(model, model._packed) == ""
-    plain = model.forward_all
+    plain = model.forward
 
-    def rounding(ids, buffer):  # As a library whose sums depend on how many tokens a pass has.
-        return plain(ids, buffer) * (1 + (ids.shape[1] == 1) / 64)
+    def rounding(ids, buffer, logits):  # As a library whose sums depend on how many tokens a pass has.
+        return plain(ids, buffer, logits) * (1 + (len(ids) == 1) / 64)
 
-    monkeypatch.setattr(model, "forward_all", rounding)
+    monkeypatch.setattr(model, "forward", rounding)
     assert "cut in other places" in why_not_bitwise(model, model._packed)

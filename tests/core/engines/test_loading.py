@@ -322,7 +322,7 @@ def test_a_model_of_peft_answers_as_peft_does():
         with adapted.disable_adapter():
             plain = adapted(input_ids=ids).logits[0, -1]
     model = CausalModel(load(adapted, tiny_tokenizer(), None, None)[0])
-    found = model.forward(ids, KVBuffer(model.shape, 16))[0]
+    found = model.forward(ids[0].tolist(), KVBuffer(model.shape, 16))[0]
     assert torch.allclose(found, expected, atol=1e-4)
     assert not torch.allclose(found, plain, atol=1e-2)
 

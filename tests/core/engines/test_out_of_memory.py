@@ -103,7 +103,7 @@ def assert_tree_is_right(engine, ids):
     path = engine.tree.match(ids, logits=False)
     path.release()
     buffer = KVBuffer(engine.model.shape, len(ids))
-    engine.model.forward(torch.tensor([ids]), buffer)
+    engine.model.forward(ids, buffer)
     if path.held:
         torch.testing.assert_close(KVTensors.concat(kv for _, kv in path.held).keys, buffer.read(0, path.tokens).keys)
 

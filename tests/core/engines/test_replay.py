@@ -91,14 +91,12 @@ def test_replayed_rows_are_plain_ones(kind):
             for layer in buffer.layers:  # As new memory may be.
                 layer.keys.fill_(torch.nan)
                 layer.values.fill_(torch.nan)
-            model.forward(torch.tensor([ids]), buffer, logits=False)
+            model.forward(ids, buffer, logits=0)
     replayed = ReplayedRows(model, both[0], record)
     for step in range(_STEPS):
         tokens = [draw.randrange(256) for _ in starts]
         found = replayed.step(both[0], [[token] for token in tokens])
-        expected = [
-            model.forward(torch.tensor([[token]]), buffer) for token, buffer in zip(tokens, both[1], strict=True)
-        ]
+        expected = [model.forward([token], buffer) for token, buffer in zip(tokens, both[1], strict=True)]
         torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-4, msg=f"step {step}")
     for one, other in zip(*both, strict=True):
         assert one.length == other.length
