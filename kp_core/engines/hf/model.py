@@ -273,8 +273,8 @@ class CausalModel:
         unseen: Sequence[int] = (),
         weights: Callable[[Tensor], None] | None = None,
         layers: int | None = None,
-        logits: bool = False,
-    ) -> Tensor | None:
+        logits: int = 0,
+    ) -> Tensor:
         """See `Model.forward_among`. Without `logits` and `weights`, the pass stops at the keys of the last layer.
 
         Raises `UnsupportedRequestError` if tokens of this model cannot be moved.
@@ -300,7 +300,7 @@ class CausalModel:
             options = {"kp_weights": weights}
         if layers is None:
             layers = len(buffer.layers) if logits or weights is not None else len(buffer.layers) - 1
-        last_logits = None
+        last_logits = torch.empty(0, self.vocabulary)
         with suppress(LayersDone):
             output = (self.network if logits else self.network.base_model)(
                 input_ids=torch.tensor([list(ids)], device=device),
@@ -309,9 +309,10 @@ class CausalModel:
                 past_key_values=placed_cache_of(buffer, targets, stop, layers=layers, in_tiles=in_tiles),
                 use_cache=True,
                 **options,
-                **(self.keep(1) if logits else {}),
+                **(self.keep(logits) if logits else {}),
             )
-            last_logits = output.logits[:, -1].clone() if logits else None
+            if logits:
+                last_logits = output.logits[0, -logits:].clone()
         return last_logits
 
     @torch.inference_mode()

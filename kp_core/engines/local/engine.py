@@ -624,7 +624,8 @@ class Run:
             if self._may_ask and is_last and self._late is None and self._engine.scheduler.may_join(len(ids)):
                 self.question = ids
                 return
-            self.logits = self._pass(ids, logits=is_last)
+            computed = self._pass(ids, int(is_last))
+            self.logits = computed[0] if is_last else None
             self.computed += stop - start
             self._extend(start)
             self._check_limit()
@@ -655,24 +656,22 @@ class Run:
             if not self.path.extend(ids, part_kv, logits, owners={owner} if owner else ()):
                 return
 
-    def _pass(self, ids: Sequence[int], *, logits: bool) -> Tensor | None:
+    def _pass(self, ids: Sequence[int], logits: int) -> Tensor:
         """As `forward`, but also compute the tokens in `self._late`, which completes their composed region."""
         if self._late is None:
-            computed = self._engine.forward(ids, self.buffer, int(logits))
-            return computed[0] if logits else None
+            return self._engine.forward(ids, self.buffer, logits)
         (region, late_places), self._late = self._late, None
         stop = self.buffer.length + len(ids)
-        last_logits = self._among([*late_places, *range(self.buffer.length, stop)], logits=logits)
+        last_logits = self._among([*late_places, *range(self.buffer.length, stop)], logits)
         self.buffer.passed(stop)
         self._insert(region)
         return last_logits
 
-    def _among(self, places: Sequence[int], *, logits: bool = False) -> Tensor | None:
+    def _among(self, places: Sequence[int], logits: int = 0) -> Tensor:
         """Compute the tokens of the prompt at `places`, of which some have tokens behind them."""
         ids = [self.plan.prompt.token_ids[at] for at in places]
         with self._engine.scheduler.prefill(len(places)):
-            batch_logits = self._model.forward_among(ids, self.buffer, places, logits=logits)
-        return None if batch_logits is None else batch_logits[0]
+            return self._model.forward_among(ids, self.buffer, places, logits=logits)
 
     def compute_apart(self, until: int) -> None:
         """Compute the tokens up to `until`, which the tree does not get."""

@@ -60,13 +60,13 @@ class Model(Protocol):
         unseen: Sequence[int] = (),
         weights: Callable[[Tensor], None] | None = None,
         layers: int | None = None,
-        logits: bool = False,
-    ) -> Tensor | None:
+        logits: int = 0,
+    ) -> Tensor:
         """Compute `ids` at the ascending `places` of `buffer`, which may have tokens behind them; writes their KV.
 
         Each token attends to all KV up to its place, except at the places `unseen`. `weights` is called with the
-        attention weights of each layer, `(heads, len(ids), tokens)`, or of the first `layers`. With `logits`, returns
-        those at the last token, `(1, vocabulary)`.
+        attention weights of each layer, `(heads, len(ids), tokens)`, or of the first `layers`. Returns the logits at
+        the last `logits` tokens, `(logits, vocabulary)`.
         """
 
     def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
