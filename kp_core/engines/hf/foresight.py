@@ -7,15 +7,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kp_core.bundled import check_reachable
-from kp_core.engines.hf.identity import checkpoint_folder, place_of, unreadable
+from kp_core.engines.hf.identity import checkpoint_folder, load_part, unreadable
 from kp_core.engines.hf.kinds import CacheKind, kind_of, measured_shape, positions_of
 from kp_core.engines.hf.loading import best_device, best_dtype
 from kp_core.engines.hf.model import CausalModel
@@ -63,7 +61,7 @@ def foresee(model: str | Path, dtype: str | None = None) -> Foresight:
     """
     device = best_device()
     torch_dtype: torch.dtype = getattr(torch, dtype) if dtype else best_dtype(device)
-    config = _config_of(model)
+    config = load_part(AutoConfig, model)
     kind, text = kind_of(config), config.get_text_config(decoder=True)
     try:
         with torch.device("meta"):
@@ -102,7 +100,7 @@ def foresee_rope(model: str | Path) -> Rope:
     The narrow model has the same layers and head width, but two attention heads and narrow MLPs. Raises `ModelError` if
     there is no such model, `UnsupportedRequestError` if its keys cannot be moved, or this cannot be determined.
     """
-    config = _config_of(model)
+    config = load_part(AutoConfig, model)
     if why := kind_of(config).lacks.get("compose"):
         raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {why}.")
     try:
@@ -124,15 +122,6 @@ def foresee_rope(model: str | Path) -> Rope:
         ) from error
 
 
-def _config_of(model: str | Path) -> Any:  # noqa: ANN401
-    place, file = place_of(model)
-    check_reachable(place)
-    try:
-        return AutoConfig.from_pretrained(place, **file, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        raise unreadable(model, error) from error
-
-
 def token_embeddings(model: str | Path) -> Callable[[Sequence[int]], Tensor]:
     """A function that reads rows of the input embeddings of `model`, a folder or an id, from its files.
 
@@ -147,7 +136,7 @@ def token_embeddings(model: str | Path) -> Callable[[Sequence[int]], Tensor]:
 
     try:
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(_config_of(model), trust_remote_code=False)
+            empty = AutoModelForCausalLM.from_config(load_part(AutoConfig, model), trust_remote_code=False)
         table = empty.get_input_embeddings()
         name = next(name for name, parameter in empty.named_parameters() if parameter is table.weight)
         folder = checkpoint_folder(model)

@@ -36,6 +36,7 @@ __all__ = [
     "digest_tensors",
     "fingerprint_of",
     "identity_of",
+    "load_part",
     "load_tokenizer",
     "place_of",
     "stamp_files",
@@ -340,10 +341,15 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> An
     """The tokenizer of a folder or an id, which needs no weights; raises `ModelError`."""
     from transformers import AutoTokenizer
 
+    return load_part(AutoTokenizer, source, trust_remote_code=trust_remote_code)
+
+
+def load_part(kind: Any, source: str | Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401
+    """What `kind` (`AutoConfig`, `AutoTokenizer`) reads of a model in a folder or of an id; raises `ModelError`."""
     place, file = place_of(source)
     check_reachable(place)
     try:
-        return AutoTokenizer.from_pretrained(place, **file, trust_remote_code=trust_remote_code)
+        return kind.from_pretrained(place, **file, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         raise unreadable(source, error) from error
 
