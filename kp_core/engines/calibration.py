@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kp_core.compose import AutoComposer, Composer, ExactComposer, PacketComposer, SelectComposer, composer_of
-from kp_core.engines.ordering import arranged
 from kp_core.errors import KnowledgePackError, OptionError
 from kp_core.packs.pack import common_length
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackView
 from kp_core.plan import Plan
 from kp_core.progress import bar_of
-from kp_core.prompt.conversation import Message, Turn
+from kp_core.prompt.conversation import Message
 
 if TYPE_CHECKING:
     from kp_core.engines.session import Session
@@ -230,12 +229,13 @@ class Calibrations:
         with self._lock:
             self._known[str(blobs)] = calibration
 
-    def choice(self, turns: Sequence[Turn], auto: AutoComposer, view: PackView | None) -> tuple[Composer, str]:
-        """The composer that `auto` takes for a conversation, and why.
+    def choice(
+        self, groups: Sequence[Sequence[int]], auto: AutoComposer, view: PackView | None
+    ) -> tuple[Composer, str]:
+        """The composer that `auto` takes for `groups` of packs side by side, given by their numbers of tokens; and why.
 
         The largest group of packs side by side in a message decides, and the longest pack.
         """
-        groups = [[len(pack.pack.token_ids) for pack in group.packs] for group in arranged(turns, {})[1]]
         packs = max(map(len, groups), default=0)
         if packs < 2:
             return ExactComposer(), "no packs stand side by side"

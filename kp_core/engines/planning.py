@@ -21,11 +21,10 @@ from kp_core.compose import (
     SelectComposer,
     laid_out,
 )
+from kp_core.engines.arranging import Ordering, Selector, arranged
 from kp_core.engines.base import Engine
 from kp_core.engines.calibration import Calibrations
-from kp_core.engines.ordering import Ordering
 from kp_core.engines.request import CompiledFor, Request
-from kp_core.engines.selecting import Selector
 from kp_core.errors import ContextOverflowError, KnowledgePackError, OptionError, PackNotFoundError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
@@ -132,7 +131,8 @@ class Planner:
         """What `auto` and `select` make of a request: with the packs to send, how many were left out, and why."""
         unread, why = 0, ""
         if isinstance(request.composer, AutoComposer):
-            composer, reason = self._calibrations.choice(turns, request.composer, view)
+            groups = [[len(pack.pack.token_ids) for pack in group.packs] for group in arranged(turns, {})[1]]
+            composer, reason = self._calibrations.choice(groups, request.composer, view)
             request, why = replace(request, composer=composer), f"{composer.key}, because {reason}"
         if isinstance(request.composer, SelectComposer):
             turns, unread = self._selector.selected(turns, request.composer, view)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from torch import Tensor
 
+from kp_core.engines.arranging import Selector
 from kp_core.engines.base import CAPABILITIES, Engine, TokenStream
 from kp_core.engines.calibration import Calibrations
 from kp_core.engines.contrast import make_steering
@@ -36,7 +37,6 @@ from kp_core.engines.reading import (
     usage_of,
 )
 from kp_core.engines.request import CompiledFor, Request
-from kp_core.engines.selecting import Selector
 from kp_core.errors import (
     BusyError,
     ContextOverflowError,

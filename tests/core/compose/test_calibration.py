@@ -9,8 +9,8 @@ import torch
 
 from kp_core import AutoComposer, Calibration, CalibrationQuestion, PackStore, calibrate_composers
 from kp_core.compose import composer_of
+from kp_core.engines.arranging import Selector
 from kp_core.engines.calibration import CalibrationRow, Calibrations, contains
-from kp_core.engines.selecting import Selector
 from kp_core.errors import OptionError
 from tests.conftest import tiny_engine
 

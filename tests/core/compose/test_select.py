@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kp_core import PackStore
+from kp_core.engines.arranging import Selector, _new_words, query_of
 from kp_core.engines.calibration import blob_key
-from kp_core.engines.selecting import Selector, _new_words, query_of
 from kp_core.errors import ContextOverflowError, OptionError
 from kp_core.prompt.conversation import Turn, to_turns
 from tests.conftest import tiny_engine
