@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
-from kp_core.errors import PromptError, UnsupportedContentError
+from kp_core.errors import PromptError
 from kp_core.packs.handle import handles_like
 from kp_core.packs.pack import root_of
 from kp_core.packs.view import PackRef, PackView, Segment
@@ -287,7 +287,7 @@ def tool_call(name: str, arguments: object, call_id: object = None) -> dict[str,
 
 
 def text_of(message: Message) -> str:
-    """Return the text of a message; raises `UnsupportedContentError` for other content than strings and text parts."""
+    """Return the text of a message; raises `PromptError` for other content than strings and text parts."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(f"Got the message {message!r}; expected a mapping with a string under 'role'.")
     content = message.get("content")
@@ -297,7 +297,7 @@ def text_of(message: Message) -> str:
         return content
     if isinstance(content, Sequence):
         return "".join(_text_of_part(part) for part in content)
-    raise UnsupportedContentError(f"Got content of type {type(content).__name__}; expected a string or text parts.")
+    raise PromptError(f"Got content of type {type(content).__name__}; expected a string or text parts.")
 
 
 def _text_of_part(part: object) -> str:
@@ -306,7 +306,7 @@ def _text_of_part(part: object) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise UnsupportedContentError(
+    raise PromptError(
         f"Got a content part of type {kind!r}; a text model takes parts of the form {{'type': 'text', 'text': ...}}."
     )
 
