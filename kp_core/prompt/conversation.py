@@ -115,12 +115,14 @@ def placed(
     if placement not in get_args(Placement):
         raise PromptError(f"Got placement {placement!r}; expected 'in_place' or 'system'.")
     turns = to_turns([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, view)
-    lifted, brought = _lift_packs(turns) if placement == "system" else (turns, ())
+    segments = (segment for turn in turns for segment in turn.segments) if placement == "system" else ()
+    brought = [segment for segment in segments if _by_handle(segment)]
     memory = (*packs, *brought)
     if compact:
         turns = _compacted(turns, {pack.handle for pack in memory})
-        lifted = _lift_packs(turns)[0] if brought else turns
-    return _with_memory(lifted, memory) if memory else lifted
+    if brought:
+        turns = tuple(turn.with_segments([s.handle if _by_handle(s) else s for s in turn.segments]) for turn in turns)
+    return _with_memory(turns, memory) if memory else turns
 
 
 def unresolved(turns: Sequence[Turn]) -> list[tuple[str, str]]:
@@ -129,16 +131,6 @@ def unresolved(turns: Sequence[Turn]) -> list[tuple[str, str]]:
     packs = {segment.handle for segment, _ in segments if isinstance(segment, PackRef)}
     texts = ((segment, role) for segment, role in segments if isinstance(segment, str) and "kp:" in segment)
     return list(dict.fromkeys((name, role) for text, role in texts for name in handles_like(text) if name not in packs))
-
-
-def _lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef, ...]]:
-    """Replace each pack by its handle; returns the turns, and the packs in order of first appearance."""
-    packs: dict[str, PackRef] = {}
-    for segment in (segment for turn in turns for segment in turn.segments):
-        if _by_handle(segment):
-            packs.setdefault(segment.handle, segment)
-    lifted = [turn.with_segments([s.handle if _by_handle(s) else s for s in turn.segments]) for turn in turns]
-    return tuple(lifted), tuple(packs.values())
 
 
 def _with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, ...]:
