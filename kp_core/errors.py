@@ -1,15 +1,12 @@
 """Every exception this package raises on purpose, and its one warning.
 
     KnowledgePackError
-    ├── PromptError       TemplateError (ShortTextError), UnsupportedContentError, HandleError, ToolError,
-    │                     ContextOverflowError
+    ├── PromptError       TemplateError (ShortTextError), HandleError, ToolError, ContextOverflowError
     ├── ModelError        UnsupportedModelError, ModelChangedError, MissingDependencyError
-    ├── PackError         KVShapeError, FingerprintMismatchError, PackNotFoundError, PackCorruptError,
-    │                     PackVersionError, QuotaError
+    ├── PackError         FingerprintMismatchError, PackNotFoundError, PackCorruptError, QuotaError
     ├── FactError         FactStoreLockedError, SourceError
-    ├── SteeringError     SteeringMismatchError, a FingerprintMismatchError as well
-    ├── WrapperError      WrapperMismatchError, a FingerprintMismatchError as well
-    └── OptionError, UnsupportedRequestError, SamplingError, CacheBudgetError, BusyError, GenerationTimeoutError
+    └── OptionError, UnsupportedRequestError, SamplingError, SteeringError, WrapperError, CacheBudgetError, BusyError,
+        GenerationTimeoutError
 
 A store warns with `PackCorruptWarning`, a `RuntimeWarning`, when it sets a damaged file aside. Each message says what
 was got, what was expected and what to do.
@@ -28,7 +25,6 @@ __all__ = [
     "FingerprintMismatchError",
     "GenerationTimeoutError",
     "HandleError",
-    "KVShapeError",
     "KnowledgePackError",
     "MissingDependencyError",
     "ModelChangedError",
@@ -38,21 +34,17 @@ __all__ = [
     "PackCorruptWarning",
     "PackError",
     "PackNotFoundError",
-    "PackVersionError",
     "PromptError",
     "QuotaError",
     "SamplingError",
     "ShortTextError",
     "SourceError",
     "SteeringError",
-    "SteeringMismatchError",
     "TemplateError",
     "ToolError",
-    "UnsupportedContentError",
     "UnsupportedModelError",
     "UnsupportedRequestError",
     "WrapperError",
-    "WrapperMismatchError",
 ]
 
 
@@ -70,10 +62,6 @@ class TemplateError(PromptError):
 
 class ShortTextError(TemplateError):
     """A text without a token that stays the same whatever surrounds it, so it cannot be a pack at its position."""
-
-
-class UnsupportedContentError(PromptError):
-    """A message holds content other than text."""
 
 
 class HandleError(PromptError):
@@ -116,15 +104,11 @@ class MissingDependencyError(ModelError, ImportError):
 
 
 class PackError(KnowledgePackError):
-    """A pack that cannot be used as asked."""
-
-
-class KVShapeError(PackError, ValueError):
-    """Tensors that do not form one KV cache."""
+    """A pack, its file or its KV that cannot be used as asked."""
 
 
 class FingerprintMismatchError(PackError):
-    """A pack that another model made, or the same model in other numerics.
+    """A pack, steering or wrapper that another model made, or the same model in other numerics.
 
     Attributes: `differences`, mapping each differing field to `(of the pack, of the model)`; `same_model`, whether only
     numerics differ. For objects other than packs, `kind` is their name and `advice` says what to do.
@@ -164,10 +148,6 @@ class PackCorruptWarning(RuntimeWarning):
     """A damaged pack file went to quarantine. The pack has lost its KV, which its next use computes again."""
 
 
-class PackVersionError(PackError):
-    """An intact pack file of a format version that this release does not know."""
-
-
 class QuotaError(PackError):
     """The store has no room for this pack, even after dropping all KV that may be dropped."""
 
@@ -197,19 +177,11 @@ class SamplingError(KnowledgePackError, ValueError):
 
 
 class SteeringError(KnowledgePackError, ValueError):
-    """Contrastive pairs without a difference, a steering that does not fit, or a strength out of range."""
-
-
-class SteeringMismatchError(FingerprintMismatchError, SteeringError):
-    """A steering that another model made."""
+    """Contrastive pairs without a difference, a steering that fits nowhere in a prompt, or a strength out of range."""
 
 
 class WrapperError(KnowledgePackError, ValueError):
     """Soft tokens around packs, their training or their file, that cannot be used."""
-
-
-class WrapperMismatchError(FingerprintMismatchError, WrapperError):
-    """Soft tokens that were trained for another model."""
 
 
 class BusyError(KnowledgePackError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kp_core.errors import KVShapeError
+from kp_core.errors import PackError
 
 __all__ = ["KVTensors"]
 
@@ -23,7 +23,7 @@ class KVTensors:
 
     `states` are those of recurrent layers at the end of the tokens, in the model's order, of any shape and dtype; empty
     if there are none, or if they are unknown here. A model with only states has one layer without heads,
-    `(0, tokens, 0)`. Raises `KVShapeError` if the tensors do not form one cache.
+    `(0, tokens, 0)`. Raises `PackError` if the tensors do not form one cache.
     """
 
     keys: tuple[Tensor, ...]
@@ -34,23 +34,21 @@ class KVTensors:
         for name in ("keys", "values", "states"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.keys or len(self.keys) != len(self.values):
-            raise KVShapeError(
+            raise PackError(
                 f"Got {len(self.keys)} tensors of keys and {len(self.values)} of values; expected one of each a layer."
             )
         first = self.keys[0]
         if first.ndim != 3:
-            raise KVShapeError(
-                f"Keys of layer 0 have shape {tuple(first.shape)}; expected (kv_heads, tokens, head_dim)."
-            )
+            raise PackError(f"Keys of layer 0 have shape {tuple(first.shape)}; expected (kv_heads, tokens, head_dim).")
         for layer, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
             for name, tensor in (("Keys", key), ("Values", value)):
                 if tensor.ndim != 3 or tensor.shape[:2] != (key.shape[0], first.shape[1]):
-                    raise KVShapeError(
+                    raise PackError(
                         f"{name} of layer {layer} have shape {tuple(tensor.shape)}; expected "
                         f"({key.shape[0]}, {first.shape[1]}, head_dim) as in the keys of this layer and of layer 0."
                     )
                 if tensor.dtype != first.dtype or tensor.device != key.device:
-                    raise KVShapeError(
+                    raise PackError(
                         f"{name} of layer {layer} are {tensor.dtype} on {tensor.device}; "
                         f"expected {first.dtype} as in layer 0, on {key.device} as its keys."
                     )
@@ -88,7 +86,7 @@ class KVTensors:
     def slice(self, start: int, stop: int) -> KVTensors:
         """Return the tokens `start:stop` as views, with the states if `stop` is the end."""
         if not 0 <= start <= stop <= self.tokens:
-            raise KVShapeError(f"Got the slice {start}:{stop} of {self.tokens} tokens; expected 0 <= start <= stop.")
+            raise PackError(f"Got the slice {start}:{stop} of {self.tokens} tokens; expected 0 <= start <= stop.")
         return KVTensors(
             tuple(key[:, start:stop] for key in self.keys),
             tuple(value[:, start:stop] for value in self.values),
@@ -100,9 +98,9 @@ class KVTensors:
         """Join the parts in order, as new tensors."""
         runs: Sequence[KVTensors] = tuple(parts)
         if not runs:
-            raise KVShapeError("Got nothing to concatenate; expected at least one KVTensors.")
+            raise PackError("Got nothing to concatenate; expected at least one KVTensors.")
         if len({(run.layers, run.dtype, run.device) for run in runs}) > 1:
-            raise KVShapeError("Got parts that differ in layers, dtype or device; expected parts of one model.")
+            raise PackError("Got parts that differ in layers, dtype or device; expected parts of one model.")
         try:
             return KVTensors(
                 tuple(torch.cat([run.keys[layer] for run in runs], dim=1) for layer in range(runs[0].layers)),
@@ -110,7 +108,7 @@ class KVTensors:
                 runs[-1].states,
             )
         except RuntimeError as error:
-            raise KVShapeError(f"The parts do not fit together: {error}") from error
+            raise PackError(f"The parts do not fit together: {error}") from error
 
     def clone(self) -> KVTensors:
         """Return a compact copy that shares no storage."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kp_core.errors import KVShapeError
+from kp_core.errors import PackError
 from kp_core.kv import KVTensors
 
 __all__ = ["Rope"]
@@ -42,11 +42,11 @@ class Rope:
         """Move `kv` by `by` positions: rotates keys in float32 and rounds once; values stay the same.
 
         With `out`, of the same shapes, writes the result there, in its dtype and on its device. Move only what the
-        model computed, never moved KV, or rounding errors add up. Raises `KVShapeError` for another number of layers,
+        model computed, never moved KV, or rounding errors add up. Raises `PackError` for another number of layers,
         and for heads smaller than the rotary dimensions.
         """
         if kv.layers != len(self.layers):
-            raise KVShapeError(f"Got KV of {kv.layers} layers; expected the {len(self.layers)} of this model.")
+            raise PackError(f"Got KV of {kv.layers} layers; expected the {len(self.layers)} of this model.")
         if by == 0 and out is None:
             return kv
         device = kv.device if out is None else out.device
@@ -79,7 +79,7 @@ class Rope:
         """Rotate keys by the factors of `_turn`, in float32; `rooms` provides reusable memory by shape."""
         width = 2 * len(self.frequencies)
         if keys.shape[-1] < width:
-            raise KVShapeError(f"Got keys of {keys.shape[-1]} dimensions; expected at least the {width} rotary ones.")
+            raise PackError(f"Got keys of {keys.shape[-1]} dimensions; expected at least the {width} rotary ones.")
         first_half, second_half = slice(0, width // 2), slice(width // 2, width)
         if self.interleaved:
             first_half, second_half = slice(0, width, 2), slice(1, width, 2)

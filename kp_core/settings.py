@@ -6,7 +6,7 @@ Needs pydantic, which both frameworks install; nothing else in the core imports 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self, get_type_hints
+from typing import Any, Self, get_type_hints
 
 from pydantic import (
     AliasChoices,
@@ -47,33 +47,23 @@ _ROLES = {
     "function": "tool",
 }
 
-if TYPE_CHECKING:
-
-    class _Options(BaseModel):
-        """Type checkers cannot read the table of options."""
-
-        def __getattr__(self, name: str) -> Any: ...  # noqa: ANN401
-
-else:
-    # Pydantic checks simple types; objects check themselves. The field `packs` takes handles, not packs.
-    _TYPES = get_type_hints(Request) | {"composer": Any, "steering": Any, "packs": tuple[str, ...], "stop": list[str]}
-    _ALIASES = {"stop": AliasChoices("stop", "stop_sequences")}
-    _Options = create_model(
-        "_Options",
-        **{
-            name: (
-                _TYPES[name] | None,
-                Field(
-                    default=[] if name == "stop" else OPTIONS[name].default,
-                    description=ABOUT[name],
-                    validation_alias=_ALIASES.get(name),
-                    exclude=name in GIVEN,
-                    repr=name not in GIVEN,
-                ),
-            )
-            for name in MODEL_OPTIONS
-        },
+# Pydantic checks simple types; objects check themselves. The field `packs` takes handles, not packs.
+_TYPES = get_type_hints(Request) | {"composer": Any, "steering": Any, "packs": tuple[str, ...], "stop": list[str]}
+_ALIASES = {"stop": AliasChoices("stop", "stop_sequences")}
+_FIELDS: dict[str, Any] = {
+    name: (
+        _TYPES[name] | None,
+        Field(
+            default=[] if name == "stop" else OPTIONS[name].default,
+            description=ABOUT[name],
+            validation_alias=_ALIASES.get(name),
+            exclude=name in GIVEN,
+            repr=name not in GIVEN,
+        ),
     )
+    for name in MODEL_OPTIONS
+}
+_Options: Any = create_model("_Options", **_FIELDS)
 
 
 class EngineSettings(BaseModel):
@@ -135,7 +125,7 @@ class EngineSettings(BaseModel):
         return self.dtype, self.device, self.base_url, key
 
 
-class ModelSettings(EngineSettings, _Options):
+class ModelSettings(EngineSettings, _Options):  # type: ignore[misc]  # a table makes its fields
     """Settings of a chat model: `EngineSettings`, the namespaces it may read, and one field per option.
 
     Give an `engine`, a `model`, which is loaded on first use, once per process, or the `base_url` of a server. Handles

@@ -31,7 +31,7 @@ def to_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """LangChain messages as dictionaries with `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`.
 
     Text blocks are joined. Tool calls whose arguments did not parse are left out, as no template could show them.
-    Raises `UnsupportedContentError` for images, audio and files, `PromptError` for messages of other roles.
+    Raises `PromptError` for images, audio and files, and for messages of other roles.
     """
     converted = []
     for message in messages:
@@ -136,7 +136,7 @@ def _about(generation: Generation, model_name: str) -> dict[str, Any]:
 
 
 def _text(content: str | Sequence[str | Mapping[str, Any]], role: str) -> str:
-    """The text of a message's content; raises `UnsupportedContentError` for other blocks."""
+    """The text of a message's content; raises `PromptError` for other blocks."""
     if isinstance(content, str):
         return content
     ignored = _ASSISTANT_ONLY if role == "assistant" else ()

@@ -25,7 +25,7 @@ from llama_index.core.llms import LLM
 from llama_index.core.prompts import BasePromptTemplate
 
 from kp_core import Delta, Generation, Message, TokenLogprob
-from kp_core.errors import PromptError, UnsupportedContentError
+from kp_core.errors import PromptError
 from kp_core.prompt.conversation import slotted, tool_call
 from kp_core.settings import core_role
 
@@ -39,8 +39,8 @@ def to_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """LlamaIndex messages as dictionaries with `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`.
 
     A tool message gets the name of the call that it answers. Tool calls whose arguments did not parse are left out, as
-    no template could show them; so are thinking and cache points. Raises `UnsupportedContentError` for images, audio,
-    video and files, `PromptError` for other objects than `ChatMessage`.
+    no template could show them; so are thinking and cache points. Raises `PromptError` for images, audio,
+    video and files, and for other objects than `ChatMessage`.
     """
     names: dict[object, str] = {}
     converted = []
@@ -177,7 +177,7 @@ def _text(block: ContentBlock, role: str) -> str | None:
         return "\n".join(text for part in block.content if (text := _text(part, role)) is not None)
     if isinstance(block, CitationBlock):
         return _text(block.cited_content, role)
-    raise UnsupportedContentError(
+    raise PromptError(
         f"Got a content block of type {block.block_type!r} in a {role} message; a text model takes text. "
         "Describe it in words, or leave it out."
     )

@@ -27,7 +27,7 @@ from kp_core.prompt.template import ChatTemplate
 from kp_serve.access import Access, access_of, read_keys
 from kp_serve.rights import Rights, salt_of, server_key
 from kp_serve.stored import is_compiled
-from kp_serve.wire import HTTPError, Visit, call_raw
+from kp_serve.wire import HTTPError, Visit, send_bytes
 
 __all__ = ["VARIABLE", "Desk", "refuse_unknown"]
 
@@ -170,21 +170,15 @@ class Desk:
 
     async def answer_metrics(self, visit: Visit) -> None:
         """Answer `/metrics` with vLLM's metrics, followed by our counters, in Prometheus' text format."""
-        # Request plain text: uncompressed, and not OpenMetrics, which has an end marker.
-        request_headers = [
-            pair for pair in visit.scope["headers"] if pair[0].lower() not in (b"accept", b"accept-encoding")
-        ]
-        status, headers, data = await call_raw(visit.app, {**visit.scope, "headers": request_headers}, visit.receive)
-        if status == 200:
-            counters = "".join(
-                f"# HELP kp_{name}_total {text}.\n# TYPE kp_{name}_total counter\nkp_{name}_total {self.counts[name]}\n"
-                for name, text in _COUNTERS.items()
-            )
-            data = data + (b"" if data.endswith(b"\n") or not data else b"\n") + counters.encode()
-        response_headers: list[Any] = [pair for pair in headers if pair[0].lower() != b"content-length"]
-        response_headers.append((b"content-length", str(len(data)).encode()))
-        await visit.send({"type": "http.response.start", "status": status, "headers": response_headers})
-        await visit.send({"type": "http.response.body", "body": data})
+        response = await visit.call("GET", f"/metrics?{visit.scope['query_string'].decode('latin-1')}")
+        counters = "".join(
+            f"# HELP kp_{name}_total {text}.\n# TYPE kp_{name}_total counter\nkp_{name}_total {self.counts[name]}\n"
+            for name, text in _COUNTERS.items()
+        )
+        data = response.content
+        if response.is_success:
+            data = data.removesuffix(b"\n") + b"\n" + counters.encode()
+        await send_bytes(visit.send, response.status_code, data, response.headers.get("content-type", "text/plain"))
 
     async def compile(
         self,
@@ -240,10 +234,10 @@ class Desk:
         else:
             request["prompt"] = list(prompt)
         signed_rights = {"cache_salt": rights.salt, "kv_transfer_params": rights.sign(self.key)}
-        status, answer = await visit.call("POST", "/v1/completions", request | signed_rights)
-        if status != 200:
-            raise HTTPError(status, f"{failed}: {answer}")
-        usage = answer["usage"]
+        response = await visit.call("POST", "/v1/completions", request | signed_rights)
+        if response.is_error:
+            raise HTTPError(response.status_code, f"{failed}: {response.text[:500]}")
+        usage = response.json()["usage"]
         return int(usage["prompt_tokens"] - ((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0))
 
     def handle(self, name: str, access: Access) -> Handle:
@@ -266,8 +260,7 @@ class Desk:
 
 async def _served(visit: Visit) -> dict[str, Any]:
     """The name that vLLM gives its model, and the number of positions it serves."""
-    _, models = await visit.call("GET", "/v1/models")
-    entry = models["data"][0]
+    entry = (await visit.call("GET", "/v1/models")).json()["data"][0]
     return {"model": entry["id"], "max_positions": entry["max_model_len"]}
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from urllib.parse import parse_qs
 
+import httpx
+
 from kp_serve.access import Access
 
-__all__ = ["App", "HTTPError", "Receive", "Scope", "Send", "Visit", "call_raw", "replay", "send_json"]
+__all__ = ["App", "HTTPError", "Receive", "Scope", "Send", "Visit", "replay", "send_bytes", "send_json"]
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -19,6 +20,7 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+_JSON = "application/json"
 _MOST_BYTES = 32 * 2**20
 
 
@@ -79,20 +81,14 @@ class Visit:
         """Answer with JSON."""
         await send_json(self.send, 200, body)
 
-    async def call(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """Call another endpoint of the application. Returns the status, and the JSON of the answer (else 200 bytes)."""
+    async def call(self, method: str, path: str, body: object = None) -> httpx.Response:
+        """Call another endpoint of the application, with its query in `path`, and return the whole answer."""
 
-        async def silent() -> MutableMapping[str, Any]:
-            await asyncio.Event().wait()
-            raise AssertionError("nobody goes away")
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await self.app({**self.scope, **scope}, receive, send)  # vLLM keeps its state in the scope.
 
-        headers, receive = replay(body, silent)
-        address = {"method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
-        status, _, data = await call_raw(self.app, {**self.scope, **address, "headers": headers}, receive)
-        try:
-            return status, json.loads(data or b"null")
-        except ValueError:
-            return status, data[:200].decode(errors="replace")
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://vllm") as client:
+            return await client.request(method, path, json=body)
 
 
 class HTTPError(Exception):
@@ -113,8 +109,12 @@ class HTTPError(Exception):
 
 async def send_json(send: Send, status: int, body: object) -> None:
     """Answer with JSON."""
-    data = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
-    await send({"type": "http.response.start", "status": status, "headers": _headers(data)})
+    await send_bytes(send, status, json.dumps(body, ensure_ascii=False).encode("utf-8", "replace"), _JSON)
+
+
+async def send_bytes(send: Send, status: int, data: bytes, kind: str) -> None:
+    """Answer with `data` of the content type `kind`."""
+    await send({"type": "http.response.start", "status": status, "headers": _headers(data, kind)})
     await send({"type": "http.response.body", "body": data})
 
 
@@ -135,21 +135,8 @@ def replay(body: object, receive: Receive) -> tuple[Headers, Receive]:
     async def receive_body() -> MutableMapping[str, Any]:
         return waiting.pop() if waiting else await receive()
 
-    return _headers(data), receive_body
+    return _headers(data, _JSON), receive_body
 
 
-def _headers(data: bytes) -> Headers:
-    return [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
-
-
-async def call_raw(app: App, scope: Scope, receive: Receive) -> tuple[int, Headers, bytes]:
-    """Call an application and collect its whole answer: status, headers, body."""
-    status, headers, parts = 500, Headers(), bytearray()
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        nonlocal status, headers
-        status, headers = message.get("status", status), list(message.get("headers", headers))
-        parts.extend(message.get("body", b""))
-
-    await app(scope, receive, send)
-    return status, headers, bytes(parts)
+def _headers(data: bytes, kind: str) -> Headers:
+    return [(b"content-type", kind.encode()), (b"content-length", str(len(data)).encode())]

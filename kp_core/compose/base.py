@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from kp_core.errors import KVShapeError, SteeringError
+from kp_core.errors import PackError, SteeringError
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
 from kp_core.prompt.prompt import Prompt, Span
@@ -144,11 +144,11 @@ def placed(
 ) -> Iterator[tuple[KVTensors, int, KVTensors]]:
     """Yield the KV of each pack, by how many positions it moves, and its place in `room`.
 
-    Raises `KVShapeError` for a pack without KV.
+    Raises `PackError` for a pack without KV.
     """
     for span, pack in zip(region.spans, packs, strict=True):
         if pack.kv is None:
-            raise KVShapeError(f"Got a lazy pack for the tokens {span.start}:{span.stop}; expected its KV.")
+            raise PackError(f"Got a lazy pack for the tokens {span.start}:{span.stop}; expected its KV.")
         place = room.slice(span.start - region.start, span.stop - region.start)
         yield pack.kv, span.start - len(pack.prefix), place
 
@@ -169,5 +169,5 @@ class ExactComposer:
         return ()
 
     def fill(self, region: Region, packs: Sequence[KnowledgePack], room: KVTensors, move: Move) -> Sequence[int]:  # noqa: ARG002
-        """Always raises `KVShapeError`, as there are no regions to fill."""
-        raise KVShapeError(f"Got the region {region.start}:{region.stop} to compose; exact composition makes none.")
+        """Always raises `PackError`, as there are no regions to fill."""
+        raise PackError(f"Got the region {region.start}:{region.stop} to compose; exact composition makes none.")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kp_core.compose.splice import SpliceComposer
-from kp_core.errors import PackCorruptError, PackError, WrapperError, WrapperMismatchError
+from kp_core.errors import FingerprintMismatchError, PackCorruptError, PackError, WrapperError
 from kp_core.packs.envelope import Envelope, mapping
 from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
@@ -121,12 +121,12 @@ class PacketComposer(SpliceComposer):
         return hash(self.key)
 
     def check(self, fingerprint: ModelFingerprint) -> None:
-        """Raise `WrapperMismatchError`, naming each differing field, unless it was trained for that model."""
+        """Raise `FingerprintMismatchError`, naming each differing field, unless it was trained for that model."""
         differences = self.fingerprint.diff(fingerprint)
         identity = {name: difference for name, difference in differences.items() if name not in NUMERICS}
         if identity:
             advice = "Train one with `kp packet train`, or use another composer."
-            raise WrapperMismatchError(f"The wrapper {self.id[:8]}", identity, "wrapper", advice)
+            raise FingerprintMismatchError(f"The wrapper {self.id[:8]}", identity, "wrapper", advice)
 
     def regions(self, prompt: Prompt) -> tuple[Span, ...]:
         """All packs."""

@@ -22,7 +22,8 @@ from kp_core.packs.handle import strip_handles
 from kp_core.plan import Limit, Plan
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.template import ChatTemplate
-from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader, TokenLogprob, TokenNames, ToolCall
+from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader, ToolCall
+from kp_core.tools.logprobs import TokenLogprob, scored_token, token_bytes
 
 __all__ = [
     "AsyncStream",
@@ -139,11 +140,12 @@ def read_answer(
     parts, decode = _readers(plan, template, tokenizer, request)
     text = VisibleText(request.stop)
     tokens, ttft = list[int](), 0.0
-    names, logprobs = TokenNames(tokenizer) if request.gives_logprobs else None, list[TokenLogprob]()
+    bytes_of, logprobs = token_bytes(tokenizer) if request.gives_logprobs else None, list[TokenLogprob]()
 
     def told(deltas: Iterable[Delta]) -> Iterator[Delta]:
         for delta in deltas:
-            latest = tuple(map(names.named, stream.logprobs[len(logprobs) :])) if names else ()
+            scores = stream.logprobs[len(logprobs) :]
+            latest = tuple(scored_token(each, bytes_of) for each in scores) if bytes_of else ()
             logprobs.extend(latest)
             yield replace(delta, logprobs=latest) if latest else delta
 
@@ -171,7 +173,7 @@ def read_answer(
         usage, calls = usage_of(plan, stream, len(tokens), ttft), tuple(parts.calls)
         return Generation(
             *(parts.text, tuple(tokens), reason, usage, plan.prompt, stream.first_logits, calls, parts.reasoning),
-            logprobs=tuple(logprobs) if names else None,
+            logprobs=tuple(logprobs) if bytes_of else None,
         )
 
 

@@ -132,9 +132,9 @@ class Session:
         """The answer to a conversation (a string is one user message).
 
         Raises `PromptError` for messages that cannot become a prompt, `ContextOverflowError`,
-        `FingerprintMismatchError` for packs of another model (unless `mismatch="rebuild"`), `SteeringMismatchError`, a
-        subclass of it, for a steering of another model, `SteeringError` for a steering that has no position in the
-        prompt, `SamplingError`, `OptionError`, and `CacheBudgetError` for a request larger than the engine's memory.
+        `FingerprintMismatchError` for a steering of another model, and for packs of one unless `mismatch="rebuild"`,
+        `SteeringError` for a steering that has no position in the prompt, `SamplingError`, `OptionError`, and
+        `CacheBudgetError` for a request larger than the engine's memory.
         """
         return self.stream(messages, **options).result()
 

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from kp_core.errors import PackCorruptError, PackVersionError
+from kp_core.errors import PackCorruptError, PackError
 from kp_core.packs.blobs import Buffer, replace_file
 
 __all__ = ["DTYPES", "Envelope", "from_json", "header_entries", "header_stop", "mapping", "raw", "string", "to_json"]
@@ -58,7 +58,7 @@ class Envelope:
     def read_head(self, head: bytes) -> tuple[str, str, dict[str, object]]:
         """Check a `head` and return version, JSON text and tensor entries, for files whose digest covers the JSON.
 
-        Raises `PackCorruptError` for damaged metadata, `PackVersionError` for intact ones of an unknown version.
+        Raises `PackCorruptError` for damaged metadata, `PackError` for intact ones of an unknown version.
         """
         metadata, entries = self._metadata(head)
         return *self._checked(metadata, {}), entries
@@ -75,7 +75,7 @@ class Envelope:
     def read(self, data: bytes) -> tuple[Any, dict[str, Tensor]]:
         """Return the JSON and the tensors of a whole file; nothing is unpickled.
 
-        Raises `PackCorruptError` and `PackVersionError` as `read_head`.
+        Raises `PackCorruptError` and `PackError` as `read_head`.
         """
         metadata, _ = self._metadata(data[: header_stop(data, len(data))])
         try:
@@ -111,7 +111,7 @@ class Envelope:
         if metadata["digest"] != self._digest(version, text, tensors):
             raise PackCorruptError("The metadata do not match their digest.")
         if version not in self.versions:
-            raise PackVersionError(
+            raise PackError(
                 f"Got a file of version {version!r} of the format {self.format!r}; this release reads the versions "
                 f"{self.versions}. {self.advice}"
             )

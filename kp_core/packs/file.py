@@ -175,7 +175,7 @@ def encode_pack(pack: KnowledgePack) -> PackFile:
 def read_header(data: Buffer, size: int | None = None) -> PackFile:
     """Read and check the header of a pack file of `size` bytes; `data` is its beginning, or all of it without `size`.
 
-    Raises `PackCorruptError` for damaged metadata, `PackVersionError` for intact ones of an unknown version.
+    Raises `PackCorruptError` for damaged metadata, `PackError` for intact ones of an unknown version.
     """
     size = len(data) if size is None else size
     return _read_header(bytes(data[: header_stop(data, size)]), size)

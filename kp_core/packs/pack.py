@@ -11,7 +11,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
-from kp_core.errors import FingerprintMismatchError, KVShapeError, PackError, SteeringError
+from kp_core.errors import FingerprintMismatchError, PackError, SteeringError
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import Compression, check_compression, rounded
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -125,8 +125,8 @@ class KnowledgePack:
     `text` may have none. A pack for the system message includes the tokens of its line end, which is not in `text`.
     `kv` has one entry per token of `token_ids`. Packs are immutable: every operation returns a new one.
 
-    Raises `KVShapeError` if `kv` and `token_ids` disagree, `HandleError` for an invalid `namespace`, `PackError` if the
-    provenance holds invalid edits.
+    Raises `PackError` if `kv` and `token_ids` disagree or the provenance holds invalid edits, `HandleError` for an
+    invalid `namespace`.
     """
 
     text: str
@@ -149,7 +149,7 @@ class KnowledgePack:
         check_namespace(self.namespace)
         object.__setattr__(self, "provenance", MappingProxyType(dict(self.provenance)))
         if self.kv is not None and self.kv.tokens != len(self.token_ids):
-            raise KVShapeError(
+            raise PackError(
                 f"Got KV of {self.kv.tokens} tokens for a pack of {len(self.token_ids)}; expected one entry per token."
             )
         self.edits  # noqa: B018 - refused here, and not when it is first used
@@ -213,7 +213,7 @@ class KnowledgePack:
 
         The default `alpha` is the strength beside knowledge: the calibrated value of the steering, else 0.7. Steering
         adds to earlier steering; a sum of zero gives the plain pack. A steered pack cannot be stored: store the pack
-        and save the steering. Raises `SteeringMismatchError` for a steering of another model, `SteeringError` for an
+        and save the steering. Raises `FingerprintMismatchError` for a steering of another model, `SteeringError` for an
         `alpha` that is not finite.
         """
         if not hasattr(steering, "at_alpha"):

@@ -145,8 +145,8 @@ class PackStore(Packs):
         """Store `pack`; storing it again writes nothing.
 
         It replaces the entry of the same text, model and prefix; a lazy pack does not replace usable KV. Raises
-        `PackError` for what the format cannot hold, `QuotaError` if `max_bytes` leaves no room, `PackVersionError` if a
-        later release wrote the file; the store is then unchanged.
+        `QuotaError` if `max_bytes` leaves no room, `PackError` for what the format cannot hold and if a later release
+        wrote the file; the store is then unchanged.
         """
         handle, encoded = self.handle(pack.text, pack.namespace), encode_pack(pack)
         slot, done, absent = "", False, False
@@ -198,7 +198,7 @@ class PackStore(Packs):
         """Return the entry that `peek` returns, with its KV (on the CPU) if that is stored and intact.
 
         Raises `PackNotFoundError` if there is none, `PackCorruptError` if file and text are both damaged (both are then
-        in quarantine, and the pack is gone), `PackVersionError` if a later release wrote the file.
+        in quarantine, and the pack is gone), `PackError` if a later release wrote the file.
         """
         slot, peeked = ("", None) if key is None else self._find(handle, key)
         try:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
-from kp_core.errors import PromptError, UnsupportedContentError
+from kp_core.errors import PromptError
 from kp_core.packs.handle import handles_like
 from kp_core.packs.pack import root_of
 from kp_core.packs.view import PackRef, PackView, Segment
@@ -115,12 +115,14 @@ def placed(
     if placement not in get_args(Placement):
         raise PromptError(f"Got placement {placement!r}; expected 'in_place' or 'system'.")
     turns = to_turns([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, view)
-    lifted, brought = _lift_packs(turns) if placement == "system" else (turns, ())
+    segments = (segment for turn in turns for segment in turn.segments) if placement == "system" else ()
+    brought = [segment for segment in segments if _by_handle(segment)]
     memory = (*packs, *brought)
     if compact:
         turns = _compacted(turns, {pack.handle for pack in memory})
-        lifted = _lift_packs(turns)[0] if brought else turns
-    return _with_memory(lifted, memory) if memory else lifted
+    if brought:
+        turns = tuple(turn.with_segments([s.handle if _by_handle(s) else s for s in turn.segments]) for turn in turns)
+    return _with_memory(turns, memory) if memory else turns
 
 
 def unresolved(turns: Sequence[Turn]) -> list[tuple[str, str]]:
@@ -129,16 +131,6 @@ def unresolved(turns: Sequence[Turn]) -> list[tuple[str, str]]:
     packs = {segment.handle for segment, _ in segments if isinstance(segment, PackRef)}
     texts = ((segment, role) for segment, role in segments if isinstance(segment, str) and "kp:" in segment)
     return list(dict.fromkeys((name, role) for text, role in texts for name in handles_like(text) if name not in packs))
-
-
-def _lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef, ...]]:
-    """Replace each pack by its handle; returns the turns, and the packs in order of first appearance."""
-    packs: dict[str, PackRef] = {}
-    for segment in (segment for turn in turns for segment in turn.segments):
-        if _by_handle(segment):
-            packs.setdefault(segment.handle, segment)
-    lifted = [turn.with_segments([s.handle if _by_handle(s) else s for s in turn.segments]) for turn in turns]
-    return tuple(lifted), tuple(packs.values())
 
 
 def _with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, ...]:
@@ -287,7 +279,7 @@ def tool_call(name: str, arguments: object, call_id: object = None) -> dict[str,
 
 
 def text_of(message: Message) -> str:
-    """Return the text of a message; raises `UnsupportedContentError` for other content than strings and text parts."""
+    """Return the text of a message; raises `PromptError` for other content than strings and text parts."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(f"Got the message {message!r}; expected a mapping with a string under 'role'.")
     content = message.get("content")
@@ -297,7 +289,7 @@ def text_of(message: Message) -> str:
         return content
     if isinstance(content, Sequence):
         return "".join(_text_of_part(part) for part in content)
-    raise UnsupportedContentError(f"Got content of type {type(content).__name__}; expected a string or text parts.")
+    raise PromptError(f"Got content of type {type(content).__name__}; expected a string or text parts.")
 
 
 def _text_of_part(part: object) -> str:
@@ -306,7 +298,7 @@ def _text_of_part(part: object) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise UnsupportedContentError(
+    raise PromptError(
         f"Got a content part of type {kind!r}; a text model takes parts of the form {{'type': 'text', 'text': ...}}."
     )
 

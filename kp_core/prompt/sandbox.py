@@ -1,6 +1,6 @@
 """Renders chat templates, which are code that comes with a model, in Jinja's sandbox within limits of time and size.
 
-Jinja's sandbox limits neither time nor size, but has hooks for calls, filters and operators. `_Meter` adds hooks for
+Jinja's sandbox limits neither time nor size, but has hooks for calls, filters and operators. `_metered` adds hooks for
 loops, output, names and `~`. Limits between the lines of a template would not do: a single filter, method or operator
 can fill the memory or run for hours.
 """
@@ -25,7 +25,6 @@ from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
 
 __all__ = ["LimitError", "literals", "render"]
 
@@ -118,11 +117,9 @@ def _compiled(source: str) -> Any:  # noqa: ANN401 - a jinja2.Template
     return _Sandbox().from_string(source)
 
 
-class _Meter(NodeTransformer):
-    """Inserts a (metered) filter wherever Jinja makes, repeats or names a value without a call."""
-
-    def visit(self, node: nodes.Node, *args: Any, **named: Any) -> Any:  # noqa: ANN401
-        self.generic_visit(node, *args, **named)
+def _metered(tree: nodes.Template) -> nodes.Template:
+    """Insert a (metered) filter wherever Jinja makes, repeats or names a value without a call."""
+    for node in [*tree.find_all((nodes.For, nodes.Output, nodes.Assign, nodes.With, nodes.Concat))]:
         if isinstance(node, nodes.For):
             node.body.insert(0, nodes.Output([_filtered(nodes.Const("", lineno=node.lineno), "string")]))
             node.test = node.test and _filtered(node.test, "kp made")
@@ -133,8 +130,8 @@ class _Meter(NodeTransformer):
         elif isinstance(node, nodes.With):
             node.values = [_filtered(child, "kp made") for child in node.values]
         elif isinstance(node, nodes.Concat):
-            return _filtered(nodes.List(node.nodes, lineno=node.lineno), "join")
-        return node
+            node.nodes = [_filtered(nodes.List(node.nodes, lineno=node.lineno), "join")]
+    return tree
 
 
 def _filtered(node: Any, name: str) -> nodes.Filter:  # noqa: ANN401 - a nodes.Expr
@@ -156,7 +153,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         # `{% generation %}` marks the text that a model is trained on.
         source = _GENERATION.sub(lambda tag: tag[1] + ("endif" if tag[2] else "if true"), source)
-        return _Meter().visit(super()._parse(source, name, filename))  # type: ignore[no-any-return]
+        return _metered(super()._parse(source, name, filename))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
         numbers = isinstance(left, int | float) and isinstance(right, int | float)

@@ -21,6 +21,9 @@ __all__ = ["Calibration", "CalibrationRow", "Task", "calibrate", "likeness", "re
 
 ALPHAS = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0)
 _TOLERANCE = 0.01  # Largest acceptable loss of accuracy with packs.
+_LEAST_COHERENCE = 0.8  # Times the share of coherent answers at alpha 0.
+_MOST_REPETITION = 0.5  # Share of word triples.
+_MOST_PERPLEXITY = 8.0  # Times that of the unsteered answers.
 Score: TypeAlias = Callable[[str], float]
 
 
@@ -131,7 +134,7 @@ class Calibration:
         return [row for row in self.rows if self.low <= row.alpha <= self.high]
 
 
-def calibrate(  # noqa: PLR0913 - every criterion is a setting
+def calibrate(  # noqa: PLR0913 - what is asked, at which strengths, and how it is scored
     engine: Any,  # noqa: ANN401 - a `Session`, from a layer above
     steering: Steering,
     tasks: Sequence[Task | str],
@@ -139,19 +142,14 @@ def calibrate(  # noqa: PLR0913 - every criterion is a setting
     *,
     alphas: Sequence[float] = ALPHAS,
     scope: Scope | None = None,
-    is_valid: Callable[[str], bool] = bool,
-    least_coherence: float = 0.8,
-    most_repetition: float = 0.5,
-    most_perplexity: float = 8.0,
     max_tokens: int = 64,
     progress: bool = True,
 ) -> Calibration:
     """Answer `tasks` greedily at each of `alphas` and measure the answers.
 
-    An answer is coherent when at most `most_repetition` of its word triples repeat earlier ones, its perplexity under
-    the unsteered model is at most `most_perplexity` times that of the unsteered answers, and `is_valid` accepts it (by
-    default, any answer that is not empty). The coherent range contains the alphas around 0, without a gap, whose share
-    of coherent answers is at least `least_coherence` times that at alpha 0.
+    An answer is coherent when it is not empty, at most half of its word triples repeat earlier ones, and its perplexity
+    under the unsteered model is at most 8 times that of the unsteered answers. The coherent range contains the alphas
+    around 0, without a gap, whose share of coherent answers is at least 0.8 times that at alpha 0.
 
     Raises `SteeringError` for no tasks, no alphas, and an alpha or a score that is not finite; otherwise as
     `engine.generate`.
@@ -170,7 +168,7 @@ def calibrate(  # noqa: PLR0913 - every criterion is a setting
                 text = engine.generate(task.messages, max_tokens=max_tokens, **request).text
                 alpha_answers.append((task, text, engine.perplexity(task.messages, text, packs=task.packs)))
                 bar.update()
-    limit = most_perplexity * geometric_mean(perplexity for _, _, perplexity in answers[0.0])
+    limit = _MOST_PERPLEXITY * geometric_mean(perplexity for _, _, perplexity in answers[0.0])
 
     def effect(text: str) -> float:
         value = score(text)
@@ -188,7 +186,7 @@ def calibrate(  # noqa: PLR0913 - every criterion is a setting
             strength=abs(alpha) * steering.strength if steering.scales and steering.values else math.nan,
             effect=fmean(map(effect, texts)),
             coherence=fmean(
-                repeated <= most_repetition and perplexity <= limit and is_valid(text)
+                bool(text) and repeated <= _MOST_REPETITION and perplexity <= limit
                 for text, perplexity, repeated in zip(texts, perplexities, repetitions, strict=True)
             ),
             repetition=fmean(repetitions),
@@ -197,7 +195,7 @@ def calibrate(  # noqa: PLR0913 - every criterion is a setting
         )
         rows.append(row)
     plain = next(row for row in rows if row.alpha == 0)
-    incoherent = [row.alpha for row in rows if row.coherence < least_coherence * plain.coherence]
+    incoherent = [row.alpha for row in rows if row.coherence < _LEAST_COHERENCE * plain.coherence]
     # The nearest incoherent alphas on both sides of 0; an end of the sweep is no limit.
     below = max((alpha for alpha in incoherent if alpha < 0), default=-math.inf)
     above = min((alpha for alpha in incoherent if alpha > 0), default=math.inf)

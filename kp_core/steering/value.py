@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from kp_core.errors import PackCorruptError, PackError, SteeringError, SteeringMismatchError
+from kp_core.errors import FingerprintMismatchError, PackCorruptError, PackError, SteeringError
 from kp_core.packs.codec import digest
 from kp_core.packs.envelope import Envelope
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -214,14 +214,14 @@ class Steering:
         return {layer: dot / (norms[layer] * other_norms[layer] or 1.0) for layer, dot in dots.items()}
 
     def check(self, fingerprint: ModelFingerprint) -> None:
-        """Raise `SteeringMismatchError`, naming each differing field, unless this steering was made for that model.
+        """Raise `FingerprintMismatchError`, naming each differing field, unless this steering was made for that model.
 
         A vLLM server makes no steerings, so it accepts those of any engine with the same model.
         """
         differences = self.fingerprint.diff(fingerprint)
         differences.pop("passes", None)
         if differences and not (fingerprint.engine == "vllm" and self.fingerprint.same_model(fingerprint)):
-            raise SteeringMismatchError(
+            raise FingerprintMismatchError(
                 "The steering",
                 differences,
                 "steering",

@@ -18,7 +18,7 @@ from kp_core.engines.reading import Generation
 from kp_core.engines.request import Request
 from kp_core.engines.session import Session
 from kp_core.engines.shared import load_engine, session_of
-from kp_core.errors import KVShapeError
+from kp_core.errors import PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
@@ -169,7 +169,7 @@ def check_composer(composer: Composer, engine: Session | None = None) -> None:
     session.clear_cache()
     try:
         composed = session.prefill(_ASKED, **options)
-    except KVShapeError as error:
+    except PackError as error:
         raise AssertionError(f"`fill` returns tokens of its region. Got: {error}") from error
     prompt = composed.prompt
     spans = tuple(composer.regions(prompt))

@@ -2,7 +2,7 @@
 
 from kp_core.tools.base import Delta, JsonScan, Tool, ToolCall, ToolCallDelta, ToolChoice
 from kp_core.tools.formats import HARMONY, THINK, Thought, ToolFormat, format_of, thought_of
-from kp_core.tools.logprobs import Scores, TokenLogprob, TokenNames
+from kp_core.tools.logprobs import Scores, TokenLogprob
 from kp_core.tools.reader import AnswerReader, HarmonyReader
 from kp_core.tools.shape import AnswerShape
 
@@ -17,7 +17,6 @@ __all__ = [
     "Scores",
     "Thought",
     "TokenLogprob",
-    "TokenNames",
     "Tool",
     "ToolCall",
     "ToolCallDelta",

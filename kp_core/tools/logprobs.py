@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeAlias
 
-__all__ = ["Scores", "TokenLogprob", "TokenNames"]
+__all__ = ["Scores", "TokenLogprob", "scored_token", "token_bytes"]
 
 Scores: TypeAlias = Sequence[tuple[int, float]]
 """The log-probability of a token of an answer, and of the likeliest tokens in its place, each as (id, logprob)."""
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_LEVEL = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
+"""The byte behind each sign in tokenizers that write bytes as GPT-2 does."""
 
 
 @dataclass(frozen=True)
@@ -40,38 +43,29 @@ def _plain(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token.text, "bytes": list(token.bytes), "logprob": token.logprob}
 
 
-class TokenNames:
-    """Names tokens by their bytes: those of all tokens of an answer join to its text."""
+def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:  # noqa: ANN401 - see `Engine.tokenizer`
+    """A function that returns the bytes of a token, none for an id without one.
 
-    def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401 - see `Engine.tokenizer`
-        self._tokenizer, self._backend = tokenizer, tokenizer.backend_tokenizer
+    Those of all tokens of an answer join to its text.
+    """
+    backend, added = tokenizer.backend_tokenizer, frozenset(tokenizer.added_tokens_decoder)
+    is_byte_level = backend.decoder is not None and b'"ByteLevel"' in backend.decoder.__getstate__()
 
-    def named(self, scores: Scores) -> TokenLogprob:
-        """The first of `scores`, with the others as `top`."""
-        (token, logprob), *others = scores
-        top = tuple(TokenLogprob(other, self.bytes(other), value) for other, value in others)
-        return TokenLogprob(token, self.bytes(token), logprob, top)
-
-    def bytes(self, token: int) -> bytes:
-        """The bytes of a token: none for an id without a token."""
-        written = self._backend.id_to_token(token) or ""
-        if token in self._added:
+    def bytes_of(token: int) -> bytes:
+        written = backend.id_to_token(token) or ""
+        if token in added:
             return written.encode()
-        if self._byte_level:
-            return bytes(self._byte_level[sign] for sign in written)
+        if is_byte_level:
+            return bytes(_BYTE_LEVEL[sign] for sign in written)
         if match := _BYTE.fullmatch(written):
             return bytes.fromhex(match[1])
         return written.replace("▁", " ").encode()
 
-    @cached_property
-    def _added(self) -> frozenset[int]:
-        return frozenset(self._tokenizer.added_tokens_decoder)
+    return bytes_of
 
-    @cached_property
-    def _byte_level(self) -> dict[str, int]:
-        """The byte behind each sign, as GPT-2 writes bytes; empty for tokenizers that write text."""
-        if self._backend.decoder is None or b'"ByteLevel"' not in self._backend.decoder.__getstate__():
-            return {}
-        plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        others = [byte for byte in range(256) if byte not in plain]
-        return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+def scored_token(scores: Scores, bytes_of: Callable[[int], bytes]) -> TokenLogprob:
+    """The first of `scores`, with the others as `top`."""
+    (token, logprob), *others = scores
+    top = tuple(TokenLogprob(other, bytes_of(other), value) for other, value in others)
+    return TokenLogprob(token, bytes_of(token), logprob, top)

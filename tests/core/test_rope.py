@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, CohereConfig, LlamaConfig, Phi3Config, SmolLM3Config
 
 from kp_core import KVTensors, load_engine
-from kp_core.errors import KVShapeError, UnsupportedRequestError
+from kp_core.errors import PackError, UnsupportedRequestError
 from kp_core.rope import Rope
 from kp_core.testing import ARCHITECTURES, tiny_model, tiny_tokenizer
 from kp_core.testing.models import _COMMON
@@ -99,7 +99,7 @@ def test_what_grows_with_the_length_is_not_moved():
 def test_kv_of_another_model_is_refused():
     rope = Rope(torch.ones(4), (True, True))
     keys = torch.zeros(1, 3, 8)
-    with pytest.raises(KVShapeError, match="1 layers; expected the 2"):
+    with pytest.raises(PackError, match="1 layers; expected the 2"):
         rope.move(KVTensors((keys,), (keys,)), 1)
-    with pytest.raises(KVShapeError, match="4 dimensions; expected at least the 8"):
+    with pytest.raises(PackError, match="4 dimensions; expected at least the 8"):
         Rope(torch.ones(4), (True,)).move(KVTensors((keys[..., :4],), (keys,)), 1)

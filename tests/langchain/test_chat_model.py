@@ -15,9 +15,9 @@ from kp_core.engines.hf import loading
 from kp_core.errors import (
     ContextOverflowError,
     GenerationTimeoutError,
+    PromptError,
     SamplingError,
     ToolError,
-    UnsupportedContentError,
 )
 from kp_langchain import ChatKnowledgePacks, to_messages
 from tests.conftest import tiny_engine, until
@@ -108,7 +108,7 @@ def test_stop_strings(tiny):
 
 
 def test_errors_come_through(tiny):
-    with pytest.raises(UnsupportedContentError, match="image_url"):
+    with pytest.raises(PromptError, match="image_url"):
         tiny.invoke([HumanMessage([{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}])])
     with pytest.raises(ContextOverflowError):
         tiny.invoke(CHAT, max_tokens=10**6)

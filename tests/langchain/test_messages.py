@@ -13,7 +13,7 @@ from langchain_core.messages import (
 )
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 
-from kp_core.errors import PromptError, UnsupportedContentError
+from kp_core.errors import PromptError
 from kp_langchain import pack_place, to_messages
 from tests.conftest import tiny_engine
 
@@ -61,7 +61,7 @@ def test_text_blocks_and_what_assistants_add_to_them():
     ],
 )
 def test_other_content_is_refused_by_name(block):
-    with pytest.raises(UnsupportedContentError, match=block["type"]):
+    with pytest.raises(PromptError, match=block["type"]):
         to_messages([HumanMessage([block])])
 
 

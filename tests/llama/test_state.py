@@ -6,7 +6,7 @@ import torch
 
 from kp_core.engines.llama.state import measured_shape, read_state, state_size, write_state
 from kp_core.engines.local.buffer import CacheShape
-from kp_core.errors import KVShapeError, ModelError
+from kp_core.errors import ModelError, PackError
 from kp_core.kv import KVTensors
 
 IDS = torch.randint(100, 40_000, (700,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -148,5 +148,5 @@ def test_a_first_state_of_other_heads_is_refused(dims):
 
 
 def test_kv_of_another_shape_is_not_written():
-    with pytest.raises(KVShapeError, match="expected that of this model"):
+    with pytest.raises(PackError, match="expected that of this model"):
         write_state(SMALL, random_kv(((1, 4, 4),), 3), 0, np.empty(state_size(SMALL, 3), np.uint8))

@@ -18,8 +18,8 @@ from kp_core.errors import (
     ContextOverflowError,
     GenerationTimeoutError,
     PackNotFoundError,
+    PromptError,
     SamplingError,
-    UnsupportedContentError,
 )
 from kp_llamaindex import KnowledgePackLLM, to_messages
 from tests.conftest import tiny_engine, until
@@ -125,7 +125,7 @@ def test_stop_strings(tiny):
 
 
 def test_errors_come_through(tiny):
-    with pytest.raises(UnsupportedContentError, match="image"):
+    with pytest.raises(PromptError, match="image"):
         tiny.chat([ChatMessage(blocks=[ImageBlock(url="https://example.com/a.png")])])
     with pytest.raises(ContextOverflowError):
         tiny.stream_chat(CHAT, max_tokens=10**6)

@@ -14,7 +14,7 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
-from kp_core.errors import PromptError, UnsupportedContentError
+from kp_core.errors import PromptError
 from kp_llamaindex import to_messages
 
 CALL = ToolCallBlock(tool_call_id="c1", tool_name="search", tool_kwargs={"q": "x"})
@@ -82,7 +82,7 @@ def test_arguments_as_strings(arguments, expected):
     ],
 )
 def test_other_content_is_refused_by_name(block):
-    with pytest.raises(UnsupportedContentError, match=f"block of type '{block.block_type}' in a user message"):
+    with pytest.raises(PromptError, match=f"block of type '{block.block_type}' in a user message"):
         to_messages([ChatMessage(blocks=[block])])
 
 

@@ -16,7 +16,6 @@ from kp_core.errors import (
     PromptError,
     SteeringError,
     ToolError,
-    UnsupportedContentError,
 )
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever
 from kp_llamaindex import KnowledgePackIndex, KnowledgePackLLM
@@ -114,7 +113,7 @@ def test_what_is_no_steering_is_refused_where_it_is_given(model):
         with pytest.raises(SteeringError, match=says):
             ask({}, steering=wrong)
     for settings, options in (({"steering": other}, {}), ({}, {"steering": other})):
-        with pytest.raises(SteeringError, match="was not made by this model"):
+        with pytest.raises(FingerprintMismatchError, match="was not made by this model"):
             ask(settings, **options)
     with pytest.raises(SteeringError, match="without packs"):
         ask({}, steering=steering, scope="pack")
@@ -123,9 +122,9 @@ def test_what_is_no_steering_is_refused_where_it_is_given(model):
 
 def test_pictures_are_refused(store):
     engine = tiny_engine()
-    with pytest.raises(UnsupportedContentError, match="image_url"):
+    with pytest.raises(PromptError, match="image_url"):
         langchain(engine, store, [[{"type": "image_url", "image_url": {"url": PICTURE}}]])
-    with pytest.raises(UnsupportedContentError, match="image"):
+    with pytest.raises(PromptError, match="image"):
         KnowledgePackLLM(engine=engine).chat([ChatMessage(blocks=[ImageBlock(url=PICTURE)])])
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kp_core.engines.local.buffer import CacheShape
-from kp_core.errors import KVShapeError, ModelError
+from kp_core.errors import ModelError, PackError
 from kp_core.kv import KVTensors
 
 __all__ = ["BUILDS", "TYPES", "measured_shape", "read_state", "state_size", "write_state"]
@@ -89,10 +89,10 @@ def read_state(shape: CacheShape, state: np.ndarray) -> KVTensors:
 def write_state(shape: CacheShape, kv: KVTensors, start: int, state: np.ndarray) -> None:
     """Write the state of a sequence that has only `kv`, at the positions from `start` on: bytes, `(size,)`.
 
-    Raises `KVShapeError` for KV of another shape.
+    Raises `PackError` for KV of another shape.
     """
     if not shape.fits(replace(kv, states=())):
-        raise KVShapeError(f"Got KV of {kv.layers} layers, {kv.dtype}; expected that of this model.")
+        raise PackError(f"Got KV of {kv.layers} layers, {kv.dtype}; expected that of this model.")
     _numbers(state, _HEAD, 0)[:] = (_MAGIC, 0, 1, kv.tokens)
     cells = _numbers(state, _CELL, _HEAD.itemsize, kv.tokens)
     cells["position"], cells["sequences"], cells["sequence"] = np.arange(start, start + kv.tokens), 1, 0

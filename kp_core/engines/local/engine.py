@@ -27,7 +27,7 @@ from kp_core.engines.local.grammar import Grammars
 from kp_core.engines.local.model import Model
 from kp_core.engines.local.scheduler import Decoding, Scheduler, let_go
 from kp_core.engines.local.tree import Node, Path, PrefixTree
-from kp_core.errors import BusyError, KVShapeError, PackNotFoundError
+from kp_core.errors import BusyError, PackError, PackNotFoundError
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import in_threads
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -546,13 +546,13 @@ class Run:
     def write(self, region: Region, composer: Composer, packs: Sequence[KnowledgePack]) -> list[int]:
         """Let `composer` write a region behind the filled tokens. Returns the places that must then be computed.
 
-        Raises `KVShapeError` if the composer names places outside of the region.
+        Raises `PackError` if the composer names places outside of the region.
         """
         room = self.buffer.view_of(region.start, region.stop)
         computed = composer.fill(region, packs, room, self._move)
         places = sorted({*region.between, *computed})
         if places and not 0 <= places[0] <= places[-1] < len(region):
-            raise KVShapeError(
+            raise PackError(
                 f"The composer {composer.key!r} wants the tokens {places[0]} to {places[-1]} of a region computed; "
                 f"expected some of its {len(region)}."
             )

@@ -15,7 +15,7 @@ from kp_core import (
     compose,
 )
 from kp_core.compose import Composer, composer_of
-from kp_core.errors import KVShapeError, OptionError
+from kp_core.errors import OptionError, PackError
 from kp_core.testing import ARCHITECTURES, check_composer
 from tests.composers import Firsts
 from tests.conftest import tiny_engine
@@ -122,7 +122,7 @@ def test_a_composer_that_names_tokens_outside_of_its_region_is_named(isles):
         def fill(self, region, packs, room, move):
             return [-1]
 
-    with pytest.raises(KVShapeError, match=r"'scaled:1.0' wants the tokens -1 to \d+ of a region computed"):
+    with pytest.raises(PackError, match=r"'scaled:1.0' wants the tokens -1 to \d+ of a region computed"):
         engine.prefill(both, **request, composer=Beyond())
     assert engine.prefill(both, **request).usage.approximate_tokens == 0
 

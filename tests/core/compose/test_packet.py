@@ -11,7 +11,7 @@ from kp_core import Handle, PacketComposer, PackStore, SpliceComposer
 from kp_core.compose import composer_of
 from kp_core.compose.packet import SHIPPED
 from kp_core.engines.request import Request
-from kp_core.errors import ContextOverflowError, OptionError, WrapperError, WrapperMismatchError
+from kp_core.errors import ContextOverflowError, FingerprintMismatchError, OptionError, WrapperError
 from kp_core.packs import blobs
 from kp_core.packs.pack import common_length
 from kp_core.steering import Steering
@@ -180,7 +180,7 @@ def test_without_soft_tokens_it_is_a_splice(isles):
 def test_a_wrapper_of_another_model_is_refused(isles):
     engine, _, options, question = isles
     other = wrapper_for(tiny_engine("qwen3"))
-    with pytest.raises(WrapperMismatchError, match=r"The wrapper \w+ was not made by this model .*kp packet train"):
+    with pytest.raises(FingerprintMismatchError, match=r"The wrapper \w+ was not made by this model .*kp packet train"):
         engine.prefill(question, **plain(options), composer=other)
 
 

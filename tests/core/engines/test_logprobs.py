@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from kp_core import PackStore, Session, bundled_model
 from kp_core.errors import OptionError, SamplingError, UnsupportedRequestError
 from kp_core.testing import tiny_model, tiny_tokenizer
-from kp_core.tools import TokenNames
+from kp_core.tools.logprobs import scored_token, token_bytes
 from tests.conftest import roomy_engine, tiny_engine
 from tests.parity.test_seams import FixedEngine
 
@@ -120,13 +120,13 @@ def test_a_stream_that_is_closed_early_lets_go(tmp_path):
 
 def test_bytes_of_tokens_join_to_their_text():
     for tokenizer in (tiny_tokenizer(merges=7), roomy_engine().tokenizer):
-        names = TokenNames(tokenizer)
+        bytes_of = token_bytes(tokenizer)
         text = "Ein Fähnlein, 日本 und 🙂.\n\n\tthe end"
         ids = tokenizer.encode(text, add_special_tokens=False)
-        assert b"".join(map(names.bytes, ids)).decode() == text
-        assert names.bytes(tokenizer.convert_tokens_to_ids("<|im_end|>")) == b"<|im_end|>"
-        assert names.bytes(10**6) == b""
-    emoji = TokenNames(tiny_tokenizer()).named([(ids[0], -1.0), (ids[1], -2.0)])
+        assert b"".join(map(bytes_of, ids)).decode() == text
+        assert bytes_of(tokenizer.convert_tokens_to_ids("<|im_end|>")) == b"<|im_end|>"
+        assert bytes_of(10**6) == b""
+    emoji = scored_token([(ids[0], -1.0), (ids[1], -2.0)], token_bytes(tiny_tokenizer()))
     assert emoji.to_dict()["top_logprobs"] == [{"token": "i", "bytes": [105], "logprob": -2.0}]
 
 
@@ -137,9 +137,9 @@ def test_bytes_of_tokens_that_are_written_as_text():
     vocabulary = {"<unk>": 0, "<0xE2>": 1, "▁the": 2, "fer": 3, "ry": 4}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    names = TokenNames(PreTrainedTokenizerFast(tokenizer_object=backend))
-    assert [names.bytes(token) for token in range(5)] == [b"<unk>", b"\xe2", b" the", b"fer", b"ry"]
-    assert names.named([(1, -0.5)]).text == "�"
+    bytes_of = token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert [bytes_of(token) for token in range(5)] == [b"<unk>", b"\xe2", b" the", b"fer", b"ry"]
+    assert scored_token([(1, -0.5)], bytes_of).text == "�"
 
 
 @pytest.mark.parametrize(

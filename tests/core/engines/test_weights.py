@@ -12,7 +12,7 @@ from kp_core.bundled import installed_file
 from kp_core.engines.hf.identity import _split, digest_tensors, identity_of
 from kp_core.engines.hf.loading import LOADING
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
-from kp_core.errors import KVShapeError, MissingDependencyError, ModelError, OptionError, UnsupportedRequestError
+from kp_core.errors import MissingDependencyError, ModelError, OptionError, PackError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.composers import Firsts
@@ -293,7 +293,7 @@ def test_kv_stays_where_its_layer_is():
     buffer.append(kv)
     found = KVTensors.concat([buffer.read(0, 2), buffer.read(2, 3)])
     assert (found.tokens, [key.device for key in found.keys]) == (3, [first, second])
-    with pytest.raises(KVShapeError, match=r"on meta; expected .* on cpu as its keys"):
+    with pytest.raises(PackError, match=r"on meta; expected .* on cpu as its keys"):
         KVTensors(kv.keys[:1], kv.values[1:])
 
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from kp_core import load_engine
 from kp_core.engines.local.buffer import TILE
 from kp_core.engines.local.tree import PrefixTree
-from kp_core.errors import FingerprintMismatchError, PackError, SteeringError, SteeringMismatchError
+from kp_core.errors import FingerprintMismatchError, PackError, SteeringError
 from kp_core.packs.file import encode_pack
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.steering import (
@@ -264,12 +264,12 @@ def test_what_cannot_be_applied_is_refused_at_the_call():
         ({"steering": steering, "scope": "pack"}, SteeringError, "without packs"),
         ({"steering": last, "scope": "system"}, SteeringError, "RoPE rotates keys"),
         ({"packs": [pack.steer(steering)], "steering": steering, "scope": "system"}, SteeringError, "adds up"),
-        ({"steering": steering_of(other)}, SteeringMismatchError, "config: steering has"),
+        ({"steering": steering_of(other)}, FingerprintMismatchError, "config: steering has"),
         ({"steering": 0 * steering, "scope": "all"}, SteeringError, "expected one of pack"),
     ]:
         with pytest.raises(error, match=says):
             engine.stream("Who?", **request)
-    with pytest.raises(SteeringMismatchError, match="make_steering"):
+    with pytest.raises(FingerprintMismatchError, match="make_steering"):
         pack.steer(steering_of(other))
     foreign = other.build_pack("A fact of the an.", compiled_for="system").steer(steering_of(other))
     with pytest.raises(FingerprintMismatchError, match="steering has"):
