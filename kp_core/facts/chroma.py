@@ -276,27 +276,21 @@ class ChromaFactStore(FactStore):
             if unique is None and len(answer["ids"]) < _PAGE:
                 return
 
-    def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
+    def _nearest(self, space: str, vector: Vectors, count: int, where: Filter | None = None) -> list[Hit]:
         test, limit = predicate(where or {}), count
         scale = 2 if self._space == "l2" else 1  # For vectors of length 1, half the squared distance is 1 - cosine.
         arguments = {
-            "query_embeddings": vectors,
+            "query_embeddings": vector[None],
             "where": _pushed_down(where),
             "include": ["documents", "metadatas", "distances"],
         }
         while True:
             answer = self._call(self._opened[space], "query", n_results=limit, **arguments)
-            results = zip(answer["ids"], answer["documents"], answer["metadatas"], answer["distances"], strict=True)
-            hits = [
-                [
-                    Hit(fact, 1 - distance / scale)
-                    for fact, _, distance in self._facts_of(space, zip(*columns, strict=True))
-                    if alive(fact) and test(fact)
-                ]
-                for columns in results
-            ]
-            if all(len(nearest) >= count for nearest in hits) or all(len(ids) < limit for ids in answer["ids"]):
-                return [nearest[:count] for nearest in hits]
+            columns = (answer[name][0] for name in ("ids", "documents", "metadatas", "distances"))
+            found = self._facts_of(space, zip(*columns, strict=True))
+            hits = [Hit(fact, 1 - distance / scale) for fact, _, distance in found if alive(fact) and test(fact)]
+            if len(hits) >= count or len(answer["ids"][0]) < limit:
+                return hits[:count]
             limit *= _GROWTH
 
     def _facts_of(

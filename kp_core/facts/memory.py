@@ -43,13 +43,13 @@ class MemoryFactStore(FactStore):
         chosen = held.keys() if ids is None else set(ids)
         yield from [row for fact_id, row in held.items() if fact_id in chosen]
 
-    def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
+    def _nearest(self, space: str, vector: Vectors, count: int, where: Filter | None = None) -> list[Hit]:
         test = predicate(where or {})
         rows = [row for row in self._held[space].values() if alive(row.fact) and test(row.fact)]
         if not rows:
-            return [[] for _ in vectors]
-        near = _ranked(vectors, np.stack([row.vector for row in rows]), count)
-        return [[Hit(rows[at].fact, cosine) for at, cosine in ranking] for ranking in near]
+            return []
+        [ranking] = _ranked(vector[None], np.stack([row.vector for row in rows]), count)
+        return [Hit(rows[at].fact, cosine) for at, cosine in ranking]
 
     def _put(self, space: str, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
         numbers: Sequence[int | None] = [None] * len(facts) if banks is None else banks

@@ -91,8 +91,8 @@ class FactStore(ABC):
         """
 
     @abstractmethod
-    def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
-        """For each of `vectors` (normalised, `(n, dimensions)`), return the `count` nearest living facts that match."""
+    def _nearest(self, space: str, vector: Vectors, count: int, where: Filter | None = None) -> list[Hit]:
+        """Return the `count` living facts that match and are nearest to `vector`, `(dimensions,)`, of length 1."""
 
     @abstractmethod
     def _put(self, space: str, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
@@ -168,7 +168,7 @@ class FactStore(ABC):
         predicate({} if where is None else where)
         query, spaces = self._query(question), self._spaces(namespace)
         if probes is None:
-            hits = [hit for space in spaces for hit in self._nearest(space, query[None], shortlist_size, where)[0]]
+            hits = [hit for space in spaces for hit in self._nearest(space, query, shortlist_size, where)]
         else:
             hits = self._probed(spaces, query, shortlist_size, probes, where)
         if not hits and not self.namespaces():

@@ -57,10 +57,8 @@ class PackFile:
     """If the pack is compressed: the bytes of each tensor in the file."""
     states: tuple[str, ...] = ()
     """The dtype of each state."""
-    metadata: str = ""
-    """The JSON with all of the above; it identifies the content."""
     head: bytes = b""
-    """The bytes before the tensors: length field, header with the metadata, padding."""
+    """The bytes before the tensors: length field, header with all of the above, padding. They identify the content."""
     tensors: tuple[Buffer, ...] = ()
     """The bytes of each tensor; empty if only the header was read."""
     damage: str | None = None
@@ -169,7 +167,7 @@ def encode_pack(pack: KnowledgePack) -> PackFile:
             f"The pack {pack.text[:40]!r} cannot be stored: {error} Expected Unicode text, integer token ids, "
             f"provenance of strings, and KV of one of {[*DTYPES]}."
         ) from error
-    return replace(file, metadata=metadata, head=_ENVELOPE.write_head(metadata, file.entries()))
+    return replace(file, head=_ENVELOPE.write_head(metadata, file.entries()))
 
 
 def read_header(data: Buffer, size: int | None = None) -> PackFile:
@@ -185,7 +183,7 @@ def read_header(data: Buffer, size: int | None = None) -> PackFile:
 def _read_header(head: bytes, size: int) -> PackFile:
     """Parse a header; cached, because a lookup reads it and reading the tensors reads it again."""
     version, metadata, entries = _ENVELOPE.read_head(head)
-    file = replace(_from_json(metadata, version), metadata=metadata, head=head)
+    file = replace(_from_json(metadata, version), head=head)
     damage = None
     if entries != file.entries():
         damage = "The tensors of the header are not those of the metadata."
