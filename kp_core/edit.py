@@ -265,8 +265,9 @@ def _corrected(pack: KnowledgePack, old: str, new: str) -> tuple[list[Correction
     `old` is text that is valid now, or the original text of a corrected field.
     """
     base, existing = _base(pack), pack.edits.corrections
+    text = _applied(base, existing)
     try:
-        start, stop = _find(_applied(base, existing), old, new)
+        start, stop = _find(text, old, new)
     except PackError:
         # `old` may be the original text of a corrected field.
         originals = [entry for entry in existing if base[entry.start : entry.stop] == old]
@@ -274,21 +275,15 @@ def _corrected(pack: KnowledgePack, old: str, new: str) -> tuple[list[Correction
             raise
         return [entry for entry in existing if entry is not originals[0]], replace(originals[0], new=new)
     places, shift = {}, 0
-    for correction in sorted(existing, key=lambda entry: entry.start):
-        places[correction] = (correction.start + shift, correction.start + shift + len(correction.new))
-        shift += _grown(correction)
-    touched = sorted(
-        (entry for entry in existing if places[entry][0] < stop and places[entry][1] > start),
-        key=lambda entry: entry.start,
-    )
-    first = start - sum(_grown(entry) for entry in existing if places[entry][1] <= start)
-    last = stop - sum(_grown(entry) for entry in existing if places[entry][1] <= stop)
-    if touched:  # The new correction includes the rest of the earlier corrections that it overlaps.
-        (low, _), (begin, high) = places[touched[0]], places[touched[-1]]
-        if low < start:
-            first, new = touched[0].start, touched[0].new[: start - low] + new
-        if high > stop:
-            last, new = touched[-1].stop, new + touched[-1].new[stop - begin :]
+    for entry in sorted(existing, key=lambda entry: entry.start):
+        places[entry] = (entry.start + shift, entry.start + shift + len(entry.new))
+        shift += _grown(entry)
+    # The new correction includes the rest of the earlier ones that it overlaps.
+    touched = [entry for entry in existing if places[entry][0] < stop and places[entry][1] > start]
+    low = min([start, *(places[entry][0] for entry in touched)])
+    high = max([stop, *(places[entry][1] for entry in touched)])
+    new = text[low:start] + new + text[stop:high]
+    first, last = (at - sum(_grown(entry) for entry in existing if places[entry][1] <= at) for at in (low, high))
     return [entry for entry in existing if entry not in touched], Correction(first, last, new, "")
 
 
@@ -299,9 +294,9 @@ def _grown(each: Correction) -> int:
 
 def _line(base: str, each: Correction, others: Sequence[Correction]) -> str:
     """The line of the erratum: the corrected sentence, and the old text that it replaces."""
-    before = _applied(base[: each.start], [other for other in others if other.start < each.start])
-    shifted = [replace(other, start=other.start - each.stop, stop=other.stop - each.stop) for other in others]
-    after = _applied(base[each.stop :], [other for other in shifted if other.start >= 0])
+    text = _applied(base, [*others, each])
+    start = each.start + sum(_grown(other) for other in others if other.start < each.start)
+    before, after = text[:start], text[start + len(each.new) :]
     # The sentence around the field.
     head, end = _END.split(before[-_LONGEST:])[-1] if before else "", _END.search(after)
     tail = after[: end.start() if end else None][:_LONGEST].rstrip()
