@@ -8,7 +8,7 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -478,13 +478,6 @@ def _about(collection: Any) -> dict[str, Any]:  # noqa: ANN401
     return {key.removeprefix("kp:"): value for key, value in items if key.startswith("kp:")}
 
 
-def _has_bundled() -> bool:
-    try:
-        return bundled_embedder().is_dir()
-    except MissingDependencyError:
-        return False
-
-
 def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder | None:  # noqa: ANN401
     """Return the embedding function that the collection was made with."""
     description = settings.get("embedding_function") or {}
@@ -493,8 +486,10 @@ def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder
     if function is None or description.get("type") != "known":
         return None
     name = str(description.get("name"))
-    if name == "default" and _has_bundled():  # The same model, which Chroma would download.
-        return None
+    if name == "default":
+        with suppress(MissingDependencyError):
+            bundled_embedder()  # The same model, which Chroma would download.
+            return None
 
     def asked(embed: Any, texts: Any) -> Any:  # noqa: ANN401 - Chroma's
         try:
