@@ -250,15 +250,16 @@ class ChromaFactStore(FactStore):
                         self._opened[name] = self._checked_collection(collection)
         return [space for space in sorted(self._opened) if namespace in (None, space)]
 
-    def _open(self, namespace: str) -> None:
-        if not self._spaces(namespace):
-            marker = {"kind": FACTS, "schema": SCHEMA, "namespace": namespace, "embedder": self.embedder.name}
+    def _collection(self, space: str) -> Any:  # noqa: ANN401
+        if space not in self._opened and not self._spaces(space):
+            marker = {"kind": FACTS, "schema": SCHEMA, "namespace": space, "embedder": self.embedder.name}
             marker["bank_size"] = self.bank_size
-            collection = self._own_collection(f"kp-{namespace}-{FACTS}", marker, _HNSW)
-            self._opened[namespace] = self._checked_collection(collection)
+            collection = self._own_collection(f"kp-{space}-{FACTS}", marker, _HNSW)
+            self._opened[space] = self._checked_collection(collection)
+        return self._opened[space]
 
     def _count(self, space: str) -> int:
-        return int(self._call(self._opened[space], "count"))
+        return int(self._call(self._collection(space), "count"))
 
     def _rows(
         self, space: str, *, ids: Sequence[str] | None = None, where: Filter | None = None, vectors: bool = False
@@ -268,7 +269,7 @@ class ChromaFactStore(FactStore):
         unique = None if ids is None else list(dict.fromkeys(ids))  # Chroma refuses repeated ids.
         for at in itertools.count(0, _PAGE) if unique is None else range(0, len(unique), _PAGE):
             page = {"limit": _PAGE, "offset": at, "where": test} if unique is None else {"ids": unique[at : at + _PAGE]}
-            answer = self._call(self._opened[space], "get", include=include, **page)
+            answer = self._call(self._collection(space), "get", include=include, **page)
             embeddings = answer["embeddings"] if vectors else [_NO_VECTOR] * len(answer["ids"])
             records = zip(answer["ids"], answer["documents"], answer["metadatas"], embeddings, strict=True)
             for fact, metadata, vector in self._facts_of(space, records):
@@ -285,7 +286,7 @@ class ChromaFactStore(FactStore):
             "include": ["documents", "metadatas", "distances"],
         }
         while True:
-            answer = self._call(self._opened[space], "query", n_results=limit, **arguments)
+            answer = self._call(self._collection(space), "query", n_results=limit, **arguments)
             columns = (answer[name][0] for name in ("ids", "documents", "metadatas", "distances"))
             found = self._facts_of(space, zip(*columns, strict=True))
             hits = [Hit(fact, 1 - distance / scale) for fact, _, distance in found if alive(fact) and test(fact)]
@@ -303,7 +304,7 @@ class ChromaFactStore(FactStore):
                 yield convert(fact_id, text, metadata, space), metadata or {}, column
 
     def _put(self, space: str, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
-        collection, ids = self._opened[space], [fact.id for fact in facts]
+        collection, ids = self._collection(space), [fact.id for fact in facts]
         stored = self._call(collection, "get", ids=ids, include=["metadatas"])
         # Chroma merges metadata, so removed fields must be set to `None`.
         cleared = {
@@ -317,7 +318,7 @@ class ChromaFactStore(FactStore):
 
     def _remove(self, space: str, ids: Sequence[str]) -> None:
         for at in range(0, len(ids), _PAGE):
-            self._call(self._opened[space], "delete", ids=list(ids[at : at + _PAGE]))
+            self._call(self._collection(space), "delete", ids=list(ids[at : at + _PAGE]))
 
     def _bank_count(self, space: str) -> int | None:
         # Another process may have made banks since.
@@ -341,7 +342,7 @@ class ChromaFactStore(FactStore):
         for at in range(0, len(ids), _PAGE):
             page = ids[at : at + _PAGE]
             metadatas = [{_BANK: numbers[fact_id]} for fact_id in page]
-            self._call(self._opened[space], "update", ids=page, metadatas=metadatas)
+            self._call(self._collection(space), "update", ids=page, metadatas=metadatas)
         for at in range(0, len(centroids), _PAGE):
             rows = centroids[at : at + _PAGE]
             self._call(banks, "upsert", ids=[str(at + row) for row in range(len(rows))], embeddings=rows)
@@ -359,7 +360,7 @@ class ChromaFactStore(FactStore):
         return super()._with_banks(spaces)
 
     def _count_banks(self, space: str, count: int) -> None:
-        self._call(self._opened[space], "modify", metadata={**self._metadata(space), _BANKS: count})
+        self._call(self._collection(space), "modify", metadata={**self._metadata(space), _BANKS: count})
 
     def _bank_collection(self, space: str) -> Any:  # noqa: ANN401
         if space not in self._centroids:
@@ -368,7 +369,7 @@ class ChromaFactStore(FactStore):
         return self._centroids[space]
 
     def _metadata(self, space: str) -> dict[str, Any]:
-        collection = self._opened[space]
+        collection = self._collection(space)
         with _told(self.where):
             current = (
                 collection

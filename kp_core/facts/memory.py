@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -19,14 +20,11 @@ class MemoryFactStore(FactStore):
 
     def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE) -> None:
         super().__init__(embedder, bank_size=bank_size)
-        self._held: dict[str, dict[str, Row]] = {}
+        self._held = defaultdict[str, dict[str, Row]](dict)
         self._centroids: dict[str, Vectors] = {}
 
     def _spaces(self, namespace: str | None) -> list[str]:
         return [space for space in sorted(self._held) if namespace in (None, space)]
-
-    def _open(self, namespace: str) -> None:
-        self._held.setdefault(namespace, {})
 
     def _count(self, space: str) -> int:
         return len(self._held[space])

@@ -58,7 +58,8 @@ class FactStore(ABC):
     banks. A later fact joins the bank with the nearest centroid. When banks hold twice `bank_size` on average, their
     next use makes them anew. All methods are thread-safe. `namespace=None` means all namespaces.
 
-    A subclass stores the rows by namespace, in the order they were added, expired ones included.
+    A subclass stores the rows by namespace, in the order they were added, expired ones included. It creates a namespace
+    when it is first used.
     """
 
     def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE) -> None:
@@ -71,10 +72,6 @@ class FactStore(ABC):
     @abstractmethod
     def _spaces(self, namespace: str | None) -> list[str]:
         """Return this namespace if it exists, or all in alphabetical order; a namespace may be empty."""
-
-    @abstractmethod
-    def _open(self, namespace: str) -> None:
-        """Create the namespace if it does not exist."""
 
     @abstractmethod
     def _count(self, space: str) -> int:
@@ -322,7 +319,6 @@ class FactStore(ABC):
             raise FactError(f"Got {wrong!r} ({type(wrong).__name__}); expected a Fact, e.g. `Fact(text)`.")
         report, embedded = Added(), list[tuple[str, list[Fact], Vectors]]()
         for space in dict.fromkeys(fact.namespace for fact in batch):
-            self._open(space)
             if expired := self._expired(space):
                 self._remove(space, expired)
             given = [fact for fact in batch if fact.namespace == space]
