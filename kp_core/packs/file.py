@@ -10,6 +10,7 @@ from functools import lru_cache
 from hashlib import sha256
 from itertools import accumulate, chain, pairwise
 from math import prod
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from kp_core.errors import KnowledgePackError, PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import Buffer
-from kp_core.packs.codec import COMPRESSIONS, decode, digest, encode, in_threads
+from kp_core.packs.codec import Compression, decode, digest, encode, in_threads
 from kp_core.packs.envelope import DTYPES, Envelope, header_entries, header_stop, raw, string, to_json
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
@@ -290,7 +291,7 @@ def _check(file: PackFile, cuts: Sequence[int]) -> None:
     for number in chain(pack.token_ids, pack.prefix, cuts, *file.shapes, file.stored):
         if type(number) is not int or not 0 <= number <= _LARGEST_INT:
             raise PackCorruptError(f"Got {number!r}; expected an integer from 0 to 2**53 - 1.")
-    if (pack.compression not in COMPRESSIONS) or (bool(file.stored) and pack.compression == "none"):
+    if (pack.compression not in get_args(Compression)) or (bool(file.stored) and pack.compression == "none"):
         raise PackCorruptError(f"Got the compression {pack.compression!r}; expected lossless or int8.")
     if (file.dtype not in DTYPES) if shapes else (file.dtype is not None):
         raise PackCorruptError(f"Got {len(shapes)} tensors of dtype {file.dtype!r}; expected one of {set(DTYPES)}.")
