@@ -214,6 +214,14 @@ class ChromaFactStore(FactStore):
                     self._client.delete_collection(collection.name)
             self._client.close()
             try:
+                # Chroma cuts its change log only up to what an index contains, and writes an index after
+                # `sync_threshold` changes. A new threshold takes effect at the next opening.
+                self._client = open_client(self.path)
+                for collection in self._own_collections():
+                    one = collection.get(limit=1, include=["embeddings"])
+                    for _ in range(3):
+                        collection.update(ids=one["ids"], embeddings=one["embeddings"])
+                self._client.close()
                 run_vacuum(self.path)
             finally:
                 self._client = open_client(self.path)
