@@ -146,20 +146,12 @@ def overwrite(
     tail = common_length(pack.token_ids[head:][::-1], ids[head:][::-1])
     if not head and not tail:
         raise PackError(f"The edit keeps no token of {pack.text[:40]!r}. `rebuild` the pack.")
-    spans = []
-    for at, since, count in ((0, 0, head), (len(ids) - tail, len(pack.token_ids) - tail, tail)):
-        if count and pack.kv is not None:
-            part = replace(
-                pack,
-                token_ids=pack.token_ids[since : since + count],
-                prefix=pack.prefix + pack.token_ids[:since],
-                kv=pack.kv.slice(since, since + count),
-            )
-            spans.append(Span(start + at, start + at + count, PackRef("", part)))
     # The KV before and behind the field is moved; the field itself is computed between them.
-    before, stop = Prompt(pack.prefix, owner=pack.namespace), start + len(ids)
-    region = Region(start, stop, "composed", tuple(spans), SpliceComposer())
-    prompt = replace(before, token_ids=(*before.token_ids, *ids), spans=tuple(spans))
+    before, stop, behind = Prompt(pack.prefix, owner=pack.namespace), start + len(ids), len(pack.token_ids) - tail
+    parts = ((0, head, start), (behind, len(pack.token_ids), stop - tail))
+    spans = tuple(_part(pack, first, last, at) for first, last, at in parts if first < last)
+    region = Region(start, stop, "composed", spans, SpliceComposer())
+    prompt = replace(before, token_ids=(*before.token_ids, *ids), spans=spans)
     plan = Plan(prompt, (*plan_regions(before), region), wanted=(start, stop))
     kv = pack.kv if ids == pack.token_ids else _computed(engine, plan, "compose")
     history = (*pack.history, Edit("overwrite", old, new))
@@ -212,15 +204,20 @@ def _compiled(
     reused = common_length(pack.token_ids, token_ids)
     # The states of recurrent layers are known only at the end of a pack.
     if reused and pack.kv is not None and (not pack.kv.states or reused == len(pack.token_ids)):
-        start, stop = len(before), len(before) + reused
-        shared = replace(pack, token_ids=token_ids[:reused], kv=pack.kv.slice(0, reused))
-        span = Span(start, stop, PackRef("", shared))
-        before, packs = replace(before, token_ids=before.token_ids + shared.token_ids, spans=(span,)), {span}
+        span = _part(pack, 0, reused, len(before))
+        before, packs = replace(before, token_ids=before.token_ids + token_ids[:reused], spans=(span,)), {span}
     ids = pack.prefix + token_ids
     plan = Plan(replace(before, token_ids=ids), plan_regions(before, packs), wanted=(len(pack.prefix), len(ids)))
     kv = _computed(engine, plan)
     provenance = edits.written(pack.provenance)
     return replace(pack, text=text, token_ids=token_ids, kv=kv, provenance=provenance, stored_bytes=0)
+
+
+def _part(pack: KnowledgePack, first: int, last: int, at: int) -> Span:
+    """The tokens `first:last` of a pack, with their KV, at the position `at` of a prompt."""
+    ids, prefix = pack.token_ids[first:last], pack.prefix + pack.token_ids[:first]
+    part = replace(pack, token_ids=ids, prefix=prefix, kv=pack.kv and pack.kv.slice(first, last))
+    return Span(at, at + last - first, PackRef("", part))
 
 
 def _computed(engine: Session, plan: Plan, needed: str = "kv") -> KVTensors:
