@@ -355,10 +355,10 @@ def size(
     session = model.load()
     with waiting("Measuring"):
         costs = {kind: compile_cost(units, session, compress=kind) for kind in _STORED}
-    tokens, text_bytes = costs["none"].tokens, sum(len(text.encode()) for text in units)
+    tokens, text_bytes = costs["none"][0], sum(len(text.encode()) for text in units)
     table = Table("stored as", "MB on disk", "minutes to compile", "")
-    for kind, note in _STORED.items():
-        table.add_row(kind, f"{costs[kind].nbytes / 1e6:,.1f}", f"{costs[kind].seconds / 60:.1f}", note)
+    for kind, (_, nbytes, seconds) in costs.items():
+        table.add_row(kind, f"{nbytes / 1e6:,.1f}", f"{seconds / 60:.1f}", _STORED[kind])
     table.add_row("lazy", f"{text_bytes / 1e6:,.1f}", "0", "text alone; KV is computed at first use")
     message = (
         f"{counted(len(facts), 'fact')}: {counted(len(units), 'pack')} of {tokens:,} tokens, "
@@ -366,7 +366,8 @@ def size(
     )
     report: dict[str, Any] = {"facts": len(facts), "packs": len(units), "tokens": tokens, "text_bytes": text_bytes}
     report |= {"model": session.name, "bytes_per_token": session.bytes_per_token}
-    report |= {"stored": {kind: asdict(cost) for kind, cost in costs.items()}}
+    names = ("packs", "tokens", "nbytes", "seconds")
+    report |= {"stored": {kind: dict(zip(names, (len(units), *cost), strict=True)) for kind, cost in costs.items()}}
     tell(report, Group(message, table), as_json=as_json)
 
 
@@ -413,18 +414,19 @@ def _compile(delivery: Delivery, session: Session, store: PackStore, *, as_json:
     server = session.engine if isinstance(session.engine, VLLMEngine) and not is_lazy else None
     compiled, _ = find_compiled(units, session, store, lazy=is_lazy, accept=compress == "int8")
     missing = [unit.text for unit in units if (unit.namespace, unit.text) not in compiled]
-    cost, stored = compile_cost(missing, session, lazy=is_lazy, compress=compress), len(units) - len(missing)
-    plan: dict[str, Any] = {"packs": cost.packs, "tokens": cost.tokens, "stored": stored, "compress": compress}
+    tokens, nbytes, seconds = compile_cost(missing, session, lazy=is_lazy, compress=compress)
+    count, stored = len(missing), len(units) - len(missing)
+    plan: dict[str, Any] = {"packs": count, "tokens": tokens, "stored": stored, "compress": compress}
     if server is None:
-        plan |= {"bytes": cost.nbytes, "minutes": cost.seconds / 60}
+        plan |= {"bytes": nbytes, "minutes": seconds / 60}
         kind = "" if compress == "none" else f" ({compress})"
-        price = f", {cost.nbytes / 1e6:,.1f} MB on disk{kind}, about {cost.seconds / 60:.1f} minutes"
+        price = f", {nbytes / 1e6:,.1f} MB on disk{kind}, about {seconds / 60:.1f} minutes"
     else:  # Only the server knows bytes and time.
         plan["server"], price = server.base_url, f", by {server.base_url}"
-    about = f"To compile: {cost.packs:,} packs of {cost.tokens:,} tokens{price}; compiled already: {stored:,}."
+    about = f"To compile: {count:,} packs of {tokens:,} tokens{price}; compiled already: {stored:,}."
     typer.echo(about, err=as_json)
-    if server is None and cost.nbytes > MUCH_BYTES:
-        gigabytes = f"{cost.nbytes / 1e9:.1f} GB"
+    if server is None and nbytes > MUCH_BYTES:
+        gigabytes = f"{nbytes / 1e9:.1f} GB"
         typer.echo(f"That is {gigabytes}; `--kv lazy` stores text alone, and computes KV on use.", err=True)
     handles = delivery.compile(units)
     if server is not None:

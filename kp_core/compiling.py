@@ -7,7 +7,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -24,16 +24,7 @@ from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.view import Packs
 
-__all__ = [
-    "CompileCost",
-    "Unit",
-    "compile_cost",
-    "compile_facts",
-    "estimate_units",
-    "find_compiled",
-    "open_facts",
-    "provenance_of",
-]
+__all__ = ["Unit", "compile_cost", "compile_facts", "estimate_units", "find_compiled", "open_facts", "provenance_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -166,22 +157,15 @@ def _is_compiled(  # noqa: PLR0913 - as `find_compiled`
     return lazy or pack.stored_bytes > 0 or not store.get(handle, pack.key).is_lazy
 
 
-@dataclass(frozen=True)
-class CompileCost:
-    """The cost of compiling texts: packs, their tokens, the bytes of their files, and seconds of computing."""
-
-    packs: int
-    tokens: int
-    nbytes: int
-    seconds: float
-
-
 def compile_cost(
     texts: Sequence[str], engine: Session, *, lazy: bool = False, compress: Compression = "none"
-) -> CompileCost:
-    """Estimate the cost of compiling `texts` from the tokens of up to 256 of them, and by compiling 8 of these."""
+) -> tuple[int, int, float]:
+    """Estimate what compiling `texts` gives and takes: tokens, bytes of the files, and seconds.
+
+    It counts the tokens of up to 256 texts, and compiles 8 of these.
+    """
     if not texts:
-        return CompileCost(0, 0, 0, 0.0)
+        return 0, 0, 0.0
     sample = texts[:: -(-len(texts) // _COUNTED)]
     scale = sum(map(len, texts)) / sum(map(len, sample))
     counted = list(engine.build_packs(sample, lazy=True, progress=False, on_short=lambda *_: None))
@@ -195,7 +179,7 @@ def compile_cost(
     seconds = (time.perf_counter() - began) * sum(map(len, texts)) / max(1, sum(map(len, timed)))
     stored = sum(encode_pack(pack).nbytes - encode_pack(pack.without_kv()).nbytes for pack in packs)
     kv = stored / max(1, sum(len(pack.token_ids) for pack in packs))
-    return CompileCost(len(texts), tokens, round(nbytes + kv * tokens), seconds)
+    return tokens, round(nbytes + kv * tokens), seconds
 
 
 def estimate_units(facts: Iterable[Fact], unit: Unit, bank_size: int) -> list[Fact]:

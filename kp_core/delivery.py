@@ -187,16 +187,14 @@ class Delivery:
         packs = {handle: pack for handle, pack in self.compiled().items() if pack.provenance["unit"] == "fact"}
         live = {content_id(text) for text in texts(packs)}
         stale = [handle for handle, pack in packs.items() if content_id(pack.text) not in live]
-        for handle in stale:
-            self.forget(handle)
+        self.forget(*stale)
         log_event(logger, "packs synchronised", packs=len(packs), removed=len(stale))
         return stale
 
     def gc(self) -> list[Handle]:
         """Delete the packs that `orphans` returns."""
         stale = self.orphans()
-        for handle in stale:
-            self.forget(handle)
+        self.forget(*stale)
         return stale
 
     def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
@@ -268,10 +266,11 @@ class Delivery:
                     "of what the model reads. Cut it into several."
                 )
 
-    def forget(self, handle: Handle) -> None:
-        """Delete a pack, if it exists."""
-        with suppress(PackNotFoundError):
-            self.store.remove(handle)
+    def forget(self, *handles: Handle) -> None:
+        """Delete packs, as far as they exist."""
+        for handle in handles:
+            with suppress(PackNotFoundError):
+                self.store.remove(handle)
 
     def all_units(self) -> list[Fact]:
         """Return all units in the namespace of this object."""
@@ -354,9 +353,8 @@ class Delivery:
         digests = [fact.digest for fact in gone]
         remaining = self.facts.facts(where={"kp:digest": {"$in": digests}}, namespace=self.namespace) if gone else ()
         texts = {(fact.namespace, fact.text) for fact in remaining}  # Another fact may have the same text.
-        for fact in gone:
-            if (fact.namespace, fact.text) not in texts:
-                self.forget(self.store.handle(fact.text, fact.namespace))
+        unused = (fact for fact in gone if (fact.namespace, fact.text) not in texts)
+        self.forget(*(self.store.handle(fact.text, fact.namespace) for fact in unused))
         if self.unit == "fact" or not gone:
             return
         ids = {(fact.namespace, fact.id) for fact in gone}

@@ -146,20 +146,12 @@ def overwrite(
     tail = common_length(pack.token_ids[head:][::-1], ids[head:][::-1])
     if not head and not tail:
         raise PackError(f"The edit keeps no token of {pack.text[:40]!r}. `rebuild` the pack.")
-    spans = []
-    for at, since, count in ((0, 0, head), (len(ids) - tail, len(pack.token_ids) - tail, tail)):
-        if count and pack.kv is not None:
-            part = replace(
-                pack,
-                token_ids=pack.token_ids[since : since + count],
-                prefix=pack.prefix + pack.token_ids[:since],
-                kv=pack.kv.slice(since, since + count),
-            )
-            spans.append(Span(start + at, start + at + count, PackRef("", part)))
     # The KV before and behind the field is moved; the field itself is computed between them.
-    before, stop = Prompt(pack.prefix, owner=pack.namespace), start + len(ids)
-    region = Region(start, stop, "composed", tuple(spans), SpliceComposer())
-    prompt = replace(before, token_ids=(*before.token_ids, *ids), spans=tuple(spans))
+    before, stop, behind = Prompt(pack.prefix, owner=pack.namespace), start + len(ids), len(pack.token_ids) - tail
+    parts = ((0, head, start), (behind, len(pack.token_ids), stop - tail))
+    spans = tuple(_part(pack, first, last, at) for first, last, at in parts if first < last)
+    region = Region(start, stop, "composed", spans, SpliceComposer())
+    prompt = replace(before, token_ids=(*before.token_ids, *ids), spans=spans)
     plan = Plan(prompt, (*plan_regions(before), region), wanted=(start, stop))
     kv = pack.kv if ids == pack.token_ids else _computed(engine, plan, "compose")
     history = (*pack.history, Edit("overwrite", old, new))
@@ -212,15 +204,20 @@ def _compiled(
     reused = common_length(pack.token_ids, token_ids)
     # The states of recurrent layers are known only at the end of a pack.
     if reused and pack.kv is not None and (not pack.kv.states or reused == len(pack.token_ids)):
-        start, stop = len(before), len(before) + reused
-        shared = replace(pack, token_ids=token_ids[:reused], kv=pack.kv.slice(0, reused))
-        span = Span(start, stop, PackRef("", shared))
-        before, packs = replace(before, token_ids=before.token_ids + shared.token_ids, spans=(span,)), {span}
+        span = _part(pack, 0, reused, len(before))
+        before, packs = replace(before, token_ids=before.token_ids + token_ids[:reused], spans=(span,)), {span}
     ids = pack.prefix + token_ids
     plan = Plan(replace(before, token_ids=ids), plan_regions(before, packs), wanted=(len(pack.prefix), len(ids)))
     kv = _computed(engine, plan)
     provenance = edits.written(pack.provenance)
     return replace(pack, text=text, token_ids=token_ids, kv=kv, provenance=provenance, stored_bytes=0)
+
+
+def _part(pack: KnowledgePack, first: int, last: int, at: int) -> Span:
+    """The tokens `first:last` of a pack, with their KV, at the position `at` of a prompt."""
+    ids, prefix = pack.token_ids[first:last], pack.prefix + pack.token_ids[:first]
+    part = replace(pack, token_ids=ids, prefix=prefix, kv=pack.kv and pack.kv.slice(first, last))
+    return Span(at, at + last - first, PackRef("", part))
 
 
 def _computed(engine: Session, plan: Plan, needed: str = "kv") -> KVTensors:
@@ -265,8 +262,9 @@ def _corrected(pack: KnowledgePack, old: str, new: str) -> tuple[list[Correction
     `old` is text that is valid now, or the original text of a corrected field.
     """
     base, existing = _base(pack), pack.edits.corrections
+    text = _applied(base, existing)
     try:
-        start, stop = _find(_applied(base, existing), old, new)
+        start, stop = _find(text, old, new)
     except PackError:
         # `old` may be the original text of a corrected field.
         originals = [entry for entry in existing if base[entry.start : entry.stop] == old]
@@ -274,21 +272,15 @@ def _corrected(pack: KnowledgePack, old: str, new: str) -> tuple[list[Correction
             raise
         return [entry for entry in existing if entry is not originals[0]], replace(originals[0], new=new)
     places, shift = {}, 0
-    for correction in sorted(existing, key=lambda entry: entry.start):
-        places[correction] = (correction.start + shift, correction.start + shift + len(correction.new))
-        shift += _grown(correction)
-    touched = sorted(
-        (entry for entry in existing if places[entry][0] < stop and places[entry][1] > start),
-        key=lambda entry: entry.start,
-    )
-    first = start - sum(_grown(entry) for entry in existing if places[entry][1] <= start)
-    last = stop - sum(_grown(entry) for entry in existing if places[entry][1] <= stop)
-    if touched:  # The new correction includes the rest of the earlier corrections that it overlaps.
-        (low, _), (begin, high) = places[touched[0]], places[touched[-1]]
-        if low < start:
-            first, new = touched[0].start, touched[0].new[: start - low] + new
-        if high > stop:
-            last, new = touched[-1].stop, new + touched[-1].new[stop - begin :]
+    for entry in sorted(existing, key=lambda entry: entry.start):
+        places[entry] = (entry.start + shift, entry.start + shift + len(entry.new))
+        shift += _grown(entry)
+    # The new correction includes the rest of the earlier ones that it overlaps.
+    touched = [entry for entry in existing if places[entry][0] < stop and places[entry][1] > start]
+    low = min([start, *(places[entry][0] for entry in touched)])
+    high = max([stop, *(places[entry][1] for entry in touched)])
+    new = text[low:start] + new + text[stop:high]
+    first, last = (at - sum(_grown(entry) for entry in existing if places[entry][1] <= at) for at in (low, high))
     return [entry for entry in existing if entry not in touched], Correction(first, last, new, "")
 
 
@@ -299,9 +291,9 @@ def _grown(each: Correction) -> int:
 
 def _line(base: str, each: Correction, others: Sequence[Correction]) -> str:
     """The line of the erratum: the corrected sentence, and the old text that it replaces."""
-    before = _applied(base[: each.start], [other for other in others if other.start < each.start])
-    shifted = [replace(other, start=other.start - each.stop, stop=other.stop - each.stop) for other in others]
-    after = _applied(base[each.stop :], [other for other in shifted if other.start >= 0])
+    text = _applied(base, [*others, each])
+    start = each.start + sum(_grown(other) for other in others if other.start < each.start)
+    before, after = text[:start], text[start + len(each.new) :]
     # The sentence around the field.
     head, end = _END.split(before[-_LONGEST:])[-1] if before else "", _END.search(after)
     tail = after[: end.start() if end else None][:_LONGEST].rstrip()

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -214,6 +214,14 @@ class ChromaFactStore(FactStore):
                     self._client.delete_collection(collection.name)
             self._client.close()
             try:
+                # Chroma cuts its change log only up to what an index contains, and writes an index after
+                # `sync_threshold` changes. A new threshold takes effect at the next opening.
+                self._client = open_client(self.path)
+                for collection in self._own_collections():
+                    one = collection.get(limit=1, include=["embeddings"])
+                    for _ in range(3):
+                        collection.update(ids=one["ids"], embeddings=one["embeddings"])
+                self._client.close()
                 run_vacuum(self.path)
             finally:
                 self._client = open_client(self.path)
@@ -250,15 +258,16 @@ class ChromaFactStore(FactStore):
                         self._opened[name] = self._checked_collection(collection)
         return [space for space in sorted(self._opened) if namespace in (None, space)]
 
-    def _open(self, namespace: str) -> None:
-        if not self._spaces(namespace):
-            marker = {"kind": FACTS, "schema": SCHEMA, "namespace": namespace, "embedder": self.embedder.name}
+    def _collection(self, space: str) -> Any:  # noqa: ANN401
+        if space not in self._opened and not self._spaces(space):
+            marker = {"kind": FACTS, "schema": SCHEMA, "namespace": space, "embedder": self.embedder.name}
             marker["bank_size"] = self.bank_size
-            collection = self._own_collection(f"kp-{namespace}-{FACTS}", marker, _HNSW)
-            self._opened[namespace] = self._checked_collection(collection)
+            collection = self._own_collection(f"kp-{space}-{FACTS}", marker, _HNSW)
+            self._opened[space] = self._checked_collection(collection)
+        return self._opened[space]
 
     def _count(self, space: str) -> int:
-        return int(self._call(self._opened[space], "count"))
+        return int(self._call(self._collection(space), "count"))
 
     def _rows(
         self, space: str, *, ids: Sequence[str] | None = None, where: Filter | None = None, vectors: bool = False
@@ -268,7 +277,7 @@ class ChromaFactStore(FactStore):
         unique = None if ids is None else list(dict.fromkeys(ids))  # Chroma refuses repeated ids.
         for at in itertools.count(0, _PAGE) if unique is None else range(0, len(unique), _PAGE):
             page = {"limit": _PAGE, "offset": at, "where": test} if unique is None else {"ids": unique[at : at + _PAGE]}
-            answer = self._call(self._opened[space], "get", include=include, **page)
+            answer = self._call(self._collection(space), "get", include=include, **page)
             embeddings = answer["embeddings"] if vectors else [_NO_VECTOR] * len(answer["ids"])
             records = zip(answer["ids"], answer["documents"], answer["metadatas"], embeddings, strict=True)
             for fact, metadata, vector in self._facts_of(space, records):
@@ -276,27 +285,21 @@ class ChromaFactStore(FactStore):
             if unique is None and len(answer["ids"]) < _PAGE:
                 return
 
-    def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
+    def _nearest(self, space: str, vector: Vectors, count: int, where: Filter | None = None) -> list[Hit]:
         test, limit = predicate(where or {}), count
         scale = 2 if self._space == "l2" else 1  # For vectors of length 1, half the squared distance is 1 - cosine.
         arguments = {
-            "query_embeddings": vectors,
+            "query_embeddings": vector[None],
             "where": _pushed_down(where),
             "include": ["documents", "metadatas", "distances"],
         }
         while True:
-            answer = self._call(self._opened[space], "query", n_results=limit, **arguments)
-            results = zip(answer["ids"], answer["documents"], answer["metadatas"], answer["distances"], strict=True)
-            hits = [
-                [
-                    Hit(fact, 1 - distance / scale)
-                    for fact, _, distance in self._facts_of(space, zip(*columns, strict=True))
-                    if alive(fact) and test(fact)
-                ]
-                for columns in results
-            ]
-            if all(len(nearest) >= count for nearest in hits) or all(len(ids) < limit for ids in answer["ids"]):
-                return [nearest[:count] for nearest in hits]
+            answer = self._call(self._collection(space), "query", n_results=limit, **arguments)
+            columns = (answer[name][0] for name in ("ids", "documents", "metadatas", "distances"))
+            found = self._facts_of(space, zip(*columns, strict=True))
+            hits = [Hit(fact, 1 - distance / scale) for fact, _, distance in found if alive(fact) and test(fact)]
+            if len(hits) >= count or len(answer["ids"][0]) < limit:
+                return hits[:count]
             limit *= _GROWTH
 
     def _facts_of(
@@ -309,7 +312,7 @@ class ChromaFactStore(FactStore):
                 yield convert(fact_id, text, metadata, space), metadata or {}, column
 
     def _put(self, space: str, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
-        collection, ids = self._opened[space], [fact.id for fact in facts]
+        collection, ids = self._collection(space), [fact.id for fact in facts]
         stored = self._call(collection, "get", ids=ids, include=["metadatas"])
         # Chroma merges metadata, so removed fields must be set to `None`.
         cleared = {
@@ -323,7 +326,7 @@ class ChromaFactStore(FactStore):
 
     def _remove(self, space: str, ids: Sequence[str]) -> None:
         for at in range(0, len(ids), _PAGE):
-            self._call(self._opened[space], "delete", ids=list(ids[at : at + _PAGE]))
+            self._call(self._collection(space), "delete", ids=list(ids[at : at + _PAGE]))
 
     def _bank_count(self, space: str) -> int | None:
         # Another process may have made banks since.
@@ -347,7 +350,7 @@ class ChromaFactStore(FactStore):
         for at in range(0, len(ids), _PAGE):
             page = ids[at : at + _PAGE]
             metadatas = [{_BANK: numbers[fact_id]} for fact_id in page]
-            self._call(self._opened[space], "update", ids=page, metadatas=metadatas)
+            self._call(self._collection(space), "update", ids=page, metadatas=metadatas)
         for at in range(0, len(centroids), _PAGE):
             rows = centroids[at : at + _PAGE]
             self._call(banks, "upsert", ids=[str(at + row) for row in range(len(rows))], embeddings=rows)
@@ -365,7 +368,7 @@ class ChromaFactStore(FactStore):
         return super()._with_banks(spaces)
 
     def _count_banks(self, space: str, count: int) -> None:
-        self._call(self._opened[space], "modify", metadata={**self._metadata(space), _BANKS: count})
+        self._call(self._collection(space), "modify", metadata={**self._metadata(space), _BANKS: count})
 
     def _bank_collection(self, space: str) -> Any:  # noqa: ANN401
         if space not in self._centroids:
@@ -374,7 +377,7 @@ class ChromaFactStore(FactStore):
         return self._centroids[space]
 
     def _metadata(self, space: str) -> dict[str, Any]:
-        collection = self._opened[space]
+        collection = self._collection(space)
         with _told(self.where):
             current = (
                 collection
@@ -484,13 +487,6 @@ def _about(collection: Any) -> dict[str, Any]:  # noqa: ANN401
     return {key.removeprefix("kp:"): value for key, value in items if key.startswith("kp:")}
 
 
-def _has_bundled() -> bool:
-    try:
-        return bundled_embedder().is_dir()
-    except MissingDependencyError:
-        return False
-
-
 def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder | None:  # noqa: ANN401
     """Return the embedding function that the collection was made with."""
     description = settings.get("embedding_function") or {}
@@ -499,8 +495,10 @@ def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder
     if function is None or description.get("type") != "known":
         return None
     name = str(description.get("name"))
-    if name == "default" and _has_bundled():  # The same model, which Chroma would download.
-        return None
+    if name == "default":
+        with suppress(MissingDependencyError):
+            bundled_embedder()  # The same model, which Chroma would download.
+            return None
 
     def asked(embed: Any, texts: Any) -> Any:  # noqa: ANN401 - Chroma's
         try:

@@ -29,19 +29,6 @@ __all__ = ["FACTS", "SCHEMA", "check_unlocked", "is_fact_store", "is_url", "open
 FACTS, SCHEMA = "facts", 1
 _MARKER, _LOCK = "kp.json", "kp.lock"
 
-# Chroma writes an index after `sync_threshold` changes; a new threshold takes effect at the next opening.
-_FLUSH = """
-import sys, chromadb
-client = chromadb.PersistentClient(sys.argv[1], settings=chromadb.config.Settings(anonymized_telemetry=False))
-for each in client.list_collections():
-    if "kp:kind" not in (each.metadata or {}):
-        continue
-    held = client.get_collection(each.name, embedding_function=None)
-    one = held.get(limit=1, include=["embeddings"])
-    for _ in range(3):
-        held.update(ids=one["ids"], embeddings=one["embeddings"])
-"""
-
 _LOCKED_SECONDS = 4.0
 
 
@@ -165,17 +152,13 @@ def check_unlocked(path: Path, *, writing: bool) -> None:
 
 
 def run_vacuum(path: Path) -> None:
-    """Delete removed data from the disk, in a folder that no process has open; raises `FactError` on failure.
-
-    Chroma cuts its change log only up to what its index contains, so every index is written first.
-    """
+    """Delete removed data from the disk, in a folder that no process has open; raises `FactError` on failure."""
     script = Path(sys.executable).with_name("chroma")
     tool = str(script) if script.is_file() else shutil.which("chroma") or "chroma"
-    flush = [sys.executable, "-c", _FLUSH, str(path)]
-    for command in (flush, [tool, "vacuum", "--path", str(path), "--force"]):
-        result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
-        if result.returncode:
-            raise FactError(f"`{command[0]} ... {path}` failed: {(result.stderr or result.stdout).strip()}")
+    command = [tool, "vacuum", "--path", str(path), "--force"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
+    if result.returncode:
+        raise FactError(f"`{tool} ... {path}` failed: {(result.stderr or result.stdout).strip()}")
     blank_room(path)
 
 

@@ -21,15 +21,7 @@ from kp_core.errors import FactError
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-__all__ = [
-    "Embedder",
-    "OtherEmbedder",
-    "SentenceTransformerEmbedder",
-    "as_embedder",
-    "checked_vectors",
-    "normalised",
-    "question_encoder",
-]
+__all__ = ["Embedder", "OtherEmbedder", "SentenceTransformerEmbedder", "as_embedder", "checked_vectors", "normalised"]
 
 _UNIT_TOLERANCE = 1e-3
 _MANY = 500
@@ -131,7 +123,7 @@ class SentenceTransformerEmbedder:
 
     @cached_property
     def _alone(self) -> Callable[[str], Array]:
-        return question_encoder(bundled_embedder())
+        return _question_encoder(bundled_embedder())
 
     def _model(self) -> SentenceTransformer:
         with self._lock:
@@ -193,7 +185,7 @@ def as_embedder(given: object) -> Embedder:
     )
 
 
-def question_encoder(folder: Path) -> Callable[[str], Array]:
+def _question_encoder(folder: Path) -> Callable[[str], Array]:
     """Load all-MiniLM-L6-v2 for one question, in numpy: importing its libraries takes seconds, a search milliseconds.
 
     Returns a function from a question to its vector, shape `(384,)`, of length 1. The oracle is sentence-transformers,

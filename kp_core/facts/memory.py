@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -19,14 +20,11 @@ class MemoryFactStore(FactStore):
 
     def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE) -> None:
         super().__init__(embedder, bank_size=bank_size)
-        self._held: dict[str, dict[str, Row]] = {}
+        self._held = defaultdict[str, dict[str, Row]](dict)
         self._centroids: dict[str, Vectors] = {}
 
     def _spaces(self, namespace: str | None) -> list[str]:
         return [space for space in sorted(self._held) if namespace in (None, space)]
-
-    def _open(self, namespace: str) -> None:
-        self._held.setdefault(namespace, {})
 
     def _count(self, space: str) -> int:
         return len(self._held[space])
@@ -43,13 +41,13 @@ class MemoryFactStore(FactStore):
         chosen = held.keys() if ids is None else set(ids)
         yield from [row for fact_id, row in held.items() if fact_id in chosen]
 
-    def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
+    def _nearest(self, space: str, vector: Vectors, count: int, where: Filter | None = None) -> list[Hit]:
         test = predicate(where or {})
         rows = [row for row in self._held[space].values() if alive(row.fact) and test(row.fact)]
         if not rows:
-            return [[] for _ in vectors]
-        near = _ranked(vectors, np.stack([row.vector for row in rows]), count)
-        return [[Hit(rows[at].fact, cosine) for at, cosine in ranking] for ranking in near]
+            return []
+        [ranking] = _ranked(vector[None], np.stack([row.vector for row in rows]), count)
+        return [Hit(rows[at].fact, cosine) for at, cosine in ranking]
 
     def _put(self, space: str, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
         numbers: Sequence[int | None] = [None] * len(facts) if banks is None else banks

@@ -58,7 +58,8 @@ class FactStore(ABC):
     banks. A later fact joins the bank with the nearest centroid. When banks hold twice `bank_size` on average, their
     next use makes them anew. All methods are thread-safe. `namespace=None` means all namespaces.
 
-    A subclass stores the rows by namespace, in the order they were added, expired ones included.
+    A subclass stores the rows by namespace, in the order they were added, expired ones included. It creates a namespace
+    when it is first used.
     """
 
     def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE) -> None:
@@ -71,10 +72,6 @@ class FactStore(ABC):
     @abstractmethod
     def _spaces(self, namespace: str | None) -> list[str]:
         """Return this namespace if it exists, or all in alphabetical order; a namespace may be empty."""
-
-    @abstractmethod
-    def _open(self, namespace: str) -> None:
-        """Create the namespace if it does not exist."""
 
     @abstractmethod
     def _count(self, space: str) -> int:
@@ -91,8 +88,8 @@ class FactStore(ABC):
         """
 
     @abstractmethod
-    def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
-        """For each of `vectors` (normalised, `(n, dimensions)`), return the `count` nearest living facts that match."""
+    def _nearest(self, space: str, vector: Vectors, count: int, where: Filter | None = None) -> list[Hit]:
+        """Return the `count` living facts that match and are nearest to `vector`, `(dimensions,)`, of length 1."""
 
     @abstractmethod
     def _put(self, space: str, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
@@ -168,7 +165,7 @@ class FactStore(ABC):
         predicate({} if where is None else where)
         query, spaces = self._query(question), self._spaces(namespace)
         if probes is None:
-            hits = [hit for space in spaces for hit in self._nearest(space, query[None], shortlist_size, where)[0]]
+            hits = [hit for space in spaces for hit in self._nearest(space, query, shortlist_size, where)]
         else:
             hits = self._probed(spaces, query, shortlist_size, probes, where)
         if not hits and not self.namespaces():
@@ -322,7 +319,6 @@ class FactStore(ABC):
             raise FactError(f"Got {wrong!r} ({type(wrong).__name__}); expected a Fact, e.g. `Fact(text)`.")
         report, embedded = Added(), list[tuple[str, list[Fact], Vectors]]()
         for space in dict.fromkeys(fact.namespace for fact in batch):
-            self._open(space)
             if expired := self._expired(space):
                 self._remove(space, expired)
             given = [fact for fact in batch if fact.namespace == space]

@@ -20,19 +20,7 @@ try:
 except ImportError:  # Windows has no file locks of this kind.
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "BlobStat",
-    "Blobs",
-    "Buffer",
-    "FolderBlobs",
-    "check_key",
-    "discard_left",
-    "make_dirs",
-    "publish",
-    "replace_file",
-    "stage",
-    "sync_dir",
-]
+__all__ = ["BlobStat", "Blobs", "Buffer", "FolderBlobs", "check_key", "replace_file"]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -98,7 +86,7 @@ class FolderBlobs:
         self.path = Path(path).absolute()
         self._root = str(self.path)
         if not (self.path / "staging").is_symlink():
-            discard_left(self.path / "staging")
+            _discard_left(self.path / "staging")
 
     def __str__(self) -> str:
         return self._root
@@ -126,24 +114,24 @@ class FolderBlobs:
             return False
         if staging.is_symlink():
             raise PackError(f"{staging} is a link that leads elsewhere, where nothing is written. Remove the link.")
-        make_dirs(staging)
-        discard_left(staging, is_ours=True)
-        with stage(staging, chunks) as staged:
+        _make_dirs(staging)
+        _discard_left(staging, is_ours=True)
+        with _stage(staging, chunks) as staged:
             # File system clocks are coarse: two writes within one tick would have the same time.
             os.utime(staged, ns=(time.time_ns(),) * 2)
             if not if_absent:
-                publish(staged, target)
+                _publish(staged, target)
                 return True
-            make_dirs(target.parent)
+            _make_dirs(target.parent)
             try:
                 os.link(staged, target)
-                sync_dir(target.parent)
+                _sync_dir(target.parent)
             except FileExistsError:
                 return False
             except OSError:  # Without hard links, check for the file before the rename.
                 if target.exists():
                     return False
-                publish(staged, target)
+                _publish(staged, target)
             return True
 
     def stat(self, key: str, *, recent: bool = False) -> BlobStat | None:  # noqa: ARG002
@@ -166,7 +154,7 @@ class FolderBlobs:
             file.unlink()
         except (FileNotFoundError, NotADirectoryError):
             return False
-        sync_dir(file.parent)
+        _sync_dir(file.parent)
         return True
 
     def _walk(self, folder: str, prefix: str) -> Iterator[tuple[str, BlobStat]]:
@@ -190,21 +178,21 @@ def _stat(found: os.stat_result) -> BlobStat:
     return BlobStat(found.st_size, f"{found.st_ino}.{found.st_mtime_ns}.{found.st_size}", found.st_mtime)
 
 
-def make_dirs(path: Path) -> None:
+def _make_dirs(path: Path) -> None:
     """Create `path` and its missing parents, readable by their owner only, and sync them to disk."""
     if path.is_dir():
         return
-    make_dirs(path.parent)
+    _make_dirs(path.parent)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-        sync_dir(path.parent)
+        _sync_dir(path.parent)
 
 
 @contextmanager
-def stage(directory: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> Iterator[Path]:
+def _stage(directory: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> Iterator[Path]:
     """Write a temporary file of `chunks` in `directory`, synced, readable by its owner only; delete it at the end.
 
-    The file is locked until then, so that `discard_left` can tell it from files that killed processes left.
+    The file is locked until then, so that `_discard_left` can tell it from files that killed processes left.
     """
     while True:
         descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=".tmp", dir=directory)
@@ -237,22 +225,22 @@ def _lock(descriptor: int, *, wait: bool = False) -> bool:
     return True
 
 
-def publish(staged: Path, target: Path) -> None:
+def _publish(staged: Path, target: Path) -> None:
     """Rename `staged` to `target` and replace what is there; readers see the old file or the new one, both whole."""
-    make_dirs(target.parent)
+    _make_dirs(target.parent)
     staged.replace(target)
-    sync_dir(target.parent)
+    _sync_dir(target.parent)
 
 
 def replace_file(target: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> None:
     """Write `chunks` to `target` and replace what is there, whole or not at all. Raises `OSError`."""
-    make_dirs(target.parent)
-    discard_left(target.parent)
-    with stage(target.parent, chunks) as staged:
-        publish(staged, target)
+    _make_dirs(target.parent)
+    _discard_left(target.parent)
+    with _stage(target.parent, chunks) as staged:
+        _publish(staged, target)
 
 
-def sync_dir(path: Path) -> None:
+def _sync_dir(path: Path) -> None:
     """Sync the directory, so that renames and deletions in it survive a crash."""
     if os.name != "posix":  # Windows cannot open a directory, and syncs renames by itself.
         return
@@ -263,7 +251,7 @@ def sync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
-def discard_left(directory: Path, *, is_ours: bool = False) -> None:
+def _discard_left(directory: Path, *, is_ours: bool = False) -> None:
     """Delete the temporary files in `directory` that killed processes left; other files stay.
 
     If the directory `is_ours`, also delete every file older than a day, for file systems without locks.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from math import prod
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -18,14 +18,12 @@ from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import Buffer
 
-__all__ = ["COMPRESSIONS", "Compression", "check_compression", "decode", "digest", "encode", "in_threads", "rounded"]
+__all__ = ["Compression", "check_compression", "decode", "digest", "encode", "in_threads", "rounded"]
 
 Compression: TypeAlias = Literal["none", "lossless", "int8"]
 """How the KV of a pack is stored. `lossless`: zstd compresses the most significant byte of each number, which holds
 sign and exponent and repeats; the other bytes do not shrink and stay raw. `int8`: eight bits per number, with one scale
 per channel for keys and one per token for values (KIVI, arXiv 2402.02750, section 3)."""
-
-COMPRESSIONS: tuple[Compression, ...] = ("none", "lossless", "int8")
 
 _own = threading.local()
 _POOL_FROM = 1_000_000  # Below this number of bytes, starting threads costs more than it saves.
@@ -37,8 +35,8 @@ _Out = TypeVar("_Out")
 
 def check_compression(name: object) -> None:
     """Raise `PackError` if `name` is not a compression."""
-    if name not in COMPRESSIONS:
-        raise PackError(f"Got compress={name!r}; expected one of {', '.join(COMPRESSIONS)}.")
+    if name not in get_args(Compression):
+        raise PackError(f"Got compress={name!r}; expected one of {', '.join(get_args(Compression))}.")
 
 
 def encode(tensor: Tensor, compression: Compression, name: str) -> bytes:

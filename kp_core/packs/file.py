@@ -10,6 +10,7 @@ from functools import lru_cache
 from hashlib import sha256
 from itertools import accumulate, chain, pairwise
 from math import prod
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from kp_core.errors import KnowledgePackError, PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import Buffer
-from kp_core.packs.codec import COMPRESSIONS, decode, digest, encode, in_threads
+from kp_core.packs.codec import Compression, decode, digest, encode, in_threads
 from kp_core.packs.envelope import DTYPES, Envelope, header_entries, header_stop, raw, string, to_json
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
@@ -57,10 +58,8 @@ class PackFile:
     """If the pack is compressed: the bytes of each tensor in the file."""
     states: tuple[str, ...] = ()
     """The dtype of each state."""
-    metadata: str = ""
-    """The JSON with all of the above; it identifies the content."""
     head: bytes = b""
-    """The bytes before the tensors: length field, header with the metadata, padding."""
+    """The bytes before the tensors: length field, header with all of the above, padding. They identify the content."""
     tensors: tuple[Buffer, ...] = ()
     """The bytes of each tensor; empty if only the header was read."""
     damage: str | None = None
@@ -169,7 +168,7 @@ def encode_pack(pack: KnowledgePack) -> PackFile:
             f"The pack {pack.text[:40]!r} cannot be stored: {error} Expected Unicode text, integer token ids, "
             f"provenance of strings, and KV of one of {[*DTYPES]}."
         ) from error
-    return replace(file, metadata=metadata, head=_ENVELOPE.write_head(metadata, file.entries()))
+    return replace(file, head=_ENVELOPE.write_head(metadata, file.entries()))
 
 
 def read_header(data: Buffer, size: int | None = None) -> PackFile:
@@ -185,7 +184,7 @@ def read_header(data: Buffer, size: int | None = None) -> PackFile:
 def _read_header(head: bytes, size: int) -> PackFile:
     """Parse a header; cached, because a lookup reads it and reading the tensors reads it again."""
     version, metadata, entries = _ENVELOPE.read_head(head)
-    file = replace(_from_json(metadata, version), metadata=metadata, head=head)
+    file = replace(_from_json(metadata, version), head=head)
     damage = None
     if entries != file.entries():
         damage = "The tensors of the header are not those of the metadata."
@@ -292,7 +291,7 @@ def _check(file: PackFile, cuts: Sequence[int]) -> None:
     for number in chain(pack.token_ids, pack.prefix, cuts, *file.shapes, file.stored):
         if type(number) is not int or not 0 <= number <= _LARGEST_INT:
             raise PackCorruptError(f"Got {number!r}; expected an integer from 0 to 2**53 - 1.")
-    if (pack.compression not in COMPRESSIONS) or (bool(file.stored) and pack.compression == "none"):
+    if (pack.compression not in get_args(Compression)) or (bool(file.stored) and pack.compression == "none"):
         raise PackCorruptError(f"Got the compression {pack.compression!r}; expected lossless or int8.")
     if (file.dtype not in DTYPES) if shapes else (file.dtype is not None):
         raise PackCorruptError(f"Got {len(shapes)} tensors of dtype {file.dtype!r}; expected one of {set(DTYPES)}.")

@@ -57,11 +57,6 @@ class ModelFingerprint:
         return _digest(value for name, value in self.to_dict().items() if name not in NUMERICS)
 
     @property
-    def numerics(self) -> str:
-        """One digest of the fields that affect rounding."""
-        return _digest(getattr(self, name) for name in NUMERICS)
-
-    @property
     def is_earlier(self) -> bool:
         """Whether an earlier release computed the KV, with numerics that no engine has today."""
         return _EARLIER.fullmatch(self.passes) is not None

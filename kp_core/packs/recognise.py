@@ -48,11 +48,6 @@ class Recogniser:
         self._namespaces: frozenset[str] = frozenset()
         self._changes: object = None
 
-    @property
-    def handles(self) -> Collection[Handle]:
-        """All added handles, also those of texts that are too short."""
-        return self._texts.keys()
-
     def add(self, handle: Handle, text: str) -> None:
         """Find `text` from now on. A handle has one text, so adding it again does nothing."""
         text = text.strip()
@@ -86,7 +81,7 @@ class Recogniser:
             # Read `changes` before the texts, so that packs added in between are read next time.
             changes, names = store.changes, self._namespaces.union(namespaces)
             if changes != self._changes or names != self._namespaces:
-                unread = store.texts(names, self.handles)
+                unread = store.texts(names, self._texts.keys())
                 for handle, pack_text in bar_of("Reading the texts of packs", None, "pack", unread):
                     self.add(handle, pack_text)
                 self._changes, self._namespaces = changes, names

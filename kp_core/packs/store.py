@@ -762,7 +762,7 @@ def _entries(listed: Mapping[str, BlobStat]) -> dict[Entry, BlobStat]:
 def _displaces(pack: KnowledgePack, encoded: PackFile, stored: PackFile | None) -> bool:
     if stored is None:
         return True
-    if stored.metadata == encoded.metadata or _is_text_alone(pack):
+    if stored.head == encoded.head or _is_text_alone(pack):
         return False
     return not pack.is_lazy or stored.dtype is None or _is_spare(stored.pack, pack.fingerprint)
 

@@ -241,26 +241,17 @@ def _grid(lines: Sequence[Any], heads: int) -> list[list[str]]:
 
     A cell of several columns is in the first of them, but in the first `heads` rows in all.
     """
-    rows, spanning = list[list[str]](), dict[int, tuple[str, int]]()
-
-    def put(row: list[str], text: str, more: int) -> None:
-        spanning.pop(len(row), None)
-        if more:
-            spanning[len(row)] = text, more - 1
-        row.append(text)
-
+    rows: list[dict[int, str]] = [{} for _ in lines]
     for number, line in enumerate(lines):
-        row = list[str]()
+        column = 0
         for cell in line(["td", "th"]):
-            while len(row) in spanning:
-                put(row, *spanning[len(row)])
-            text = " ".join(cell.get_text().split())
-            for at in range(_span(cell, "colspan")):
-                put(row, text if not at or number < heads else "", _span(cell, "rowspan") - 1)
-        while len(row) in spanning:
-            put(row, *spanning[len(row)])
-        rows.append(row)
-    return rows
+            while column in rows[number]:  # A cell of a row above reaches down here.
+                column += 1
+            text, width = " ".join(cell.get_text().split()), _span(cell, "colspan")
+            for row in rows[number : number + _span(cell, "rowspan")]:
+                row |= {column + at: text if not at or number < heads else "" for at in range(width)}
+            column += width
+    return [[row.get(column, "") for column in range(max(row, default=-1) + 1)] for row in rows]
 
 
 def _span(cell: Any, name: str) -> int:  # noqa: ANN401 - as above

@@ -212,7 +212,7 @@ def test_files(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(blobs, "stage", full)
+    monkeypatch.setattr(blobs, "_stage", full)
     with pytest.raises(WrapperError, match="No space left on device"):
         wrapper_for(tiny_engine(), seed=1).save(path)
     assert path.read_bytes() == before

@@ -141,7 +141,7 @@ def test_time_that_is_up_leaves_the_best_so_far_and_a_checkpoint(tmp_path):
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     out, file = tmp_path / "isles", checkpoint_of(tmp_path / "isles")
     train(out, minutes=0)
-    before, stage = file.read_bytes(), blobs.stage
+    before, stage = file.read_bytes(), blobs._stage
 
     @contextmanager
     def full(folder, chunks):
@@ -149,7 +149,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         yield
 
-    monkeypatch.setattr(blobs, "stage", full)
+    monkeypatch.setattr(blobs, "_stage", full)
     with pytest.raises(WrapperError, match=r"could not be written \(No space left on device"):
         train(out)
     assert file.read_bytes() == before

@@ -10,7 +10,7 @@ import pytest
 
 from kp_core.bundled import bundled_embedder
 from kp_core.errors import MissingDependencyError
-from kp_core.facts.embed import SentenceTransformerEmbedder, question_encoder
+from kp_core.facts.embed import SentenceTransformerEmbedder, _question_encoder
 
 BGE_PROMPT = "Represent this sentence for searching relevant passages: "
 TEXTS = ["A cat.", "The harbour master of Port Averley keeps nine bells in a row.", "Rain", "A kitten!"]
@@ -46,7 +46,7 @@ def test_a_question_is_embedded_plainly_unless_the_model_wants_a_prompt(embedder
     "text", [*TEXTS, "", " Who,\tkeeps\nBELLS? ", "Où est l'île? 港 🦀 \x07 [SEP]", "keeper of bells " * 200]
 )
 def test_a_question_alone_is_embedded_as_the_library_does_it(embedder: SentenceTransformerEmbedder, text: str) -> None:
-    alone = question_encoder(bundled_embedder())(text)
+    alone = _question_encoder(bundled_embedder())(text)
     assert (alone.shape, alone.dtype) == ((384,), np.float32)
     np.testing.assert_allclose(alone, embedder.embed([text])[0], atol=1e-5)
 

@@ -248,11 +248,15 @@ def test_cells_that_span_rows_and_columns(tmp_path: Path) -> None:
     <tr><th>May</th><th>June</th></tr></thead><tr><td rowspan="2">billing</td><td>8</td><td><p>9</p></td></tr>
     <tr><td colspan=2>closed</td></tr>
     <tr><td colspan="99999999">Not <b>count</b>ed</td></tr></table>
+    <table><tr><th>Team</th><th>May</th><th>Lead</th></tr><tr><td>billing</td><td>8</td><td rowspan=2>Orla</td></tr>
+    <tr><td>search</td></tr></table>
     <table><tr><td><h2>Layout</h2><p>Left.</p></td><td>Right.</td></tr><tr><td>a</td><td>1</td></tr></table>"""
     assert [(fact.text, fact.title) for fact in read_facts(written(tmp_path / "a.html", content))] == [
         ("Team: billing; Staff May: 8; Staff June: 9", ""),
         ("Team: billing; Staff May: closed", ""),
         ("Not counted", ""),
+        ("Team: billing; May: 8; Lead: Orla", ""),
+        ("Team: search; Lead: Orla", ""),
         ("Left.", "Layout"),
         ("Right.", "Layout"),
         ("a 1", "Layout"),

@@ -40,6 +40,12 @@ def canonical(content: object) -> str:
     return json.dumps(content, ensure_ascii="\\ud800" in json.dumps(content), separators=(",", ":"), sort_keys=True)
 
 
+def content_of(pack: KnowledgePack) -> dict[str, Any]:
+    """What the metadata of its file say."""
+    content: dict[str, Any] = json.loads(json.loads(encode_pack(pack).head[8:])["__metadata__"]["pack"])
+    return content
+
+
 def rebuild(content: object, *, version: str = "5", data: bytes = b"", entries: dict | None = None, **other) -> bytes:
     """A file with a valid digest around any content."""
     text = content if isinstance(content, str) else canonical(content)

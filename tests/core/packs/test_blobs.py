@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.objects import blobs_at
 from kp_core.errors import PackCorruptWarning, PackError
-from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs, discard_left, replace_file, stage
+from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs, _discard_left, _stage, replace_file
 from kp_core.packs.objects import ObjectBlobs
 from kp_core.packs.store import PackStore
 from kp_core.testing import check_blobs
@@ -302,10 +302,10 @@ def test_what_is_being_written_is_never_taken_for_a_leftover(tmp_path):
 
     def sweep():
         while not done.is_set():
-            discard_left(tmp_path)
+            _discard_left(tmp_path)
 
     def write(_):
-        with stage(tmp_path, [b"x"]) as staged:
+        with _stage(tmp_path, [b"x"]) as staged:
             if not staged.exists():
                 lost.append(staged)
 

@@ -17,7 +17,7 @@ from kp_core.kv import KVTensors
 from kp_core.packs.file import encode_pack, read_header, read_pack
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix
-from tests.core.packs.made import EARLIER, earlier, encode, older, older_file, rebuild
+from tests.core.packs.made import EARLIER, content_of, earlier, encode, older, older_file, rebuild
 
 TEXT = "Paris “lies” on the\nSeine \u2028\x00\x7f <|im_end|> 🗼"
 FINGERPRINT = ModelFingerprint(**{field.name: f"{field.name}-é" for field in fields(ModelFingerprint)})
@@ -70,7 +70,7 @@ def test_compressed_round_trip(dtype, tokens, compression):
     assert (pack.fingerprint == plain.fingerprint) == (compression == "lossless")
     assert pack.kv.equal(plain.kv) == (compression == "lossless" or not tokens)
     data = encode(pack)
-    assert json.loads(encode_pack(pack).metadata)["compression"] == compression
+    assert content_of(pack)["compression"] == compression
     assert same(read_pack(data), pack)
     assert same(read_header(data).pack, pack.without_kv())
     assert encode(read_pack(data)) == data
@@ -201,7 +201,7 @@ def test_metadata_follow_the_schema():
     schema = json.loads((Path(__file__).parents[3] / "docs" / "pack.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     for pack in (make_pack(), make_pack(kv=False), make_pack(0), *PACKS):
-        content = json.loads(encode_pack(pack).metadata)
+        content = content_of(pack)
         jsonschema.validate(content, schema)
         for name in content.keys() - {"compression"}:
             with pytest.raises(jsonschema.ValidationError):
@@ -236,8 +236,8 @@ def test_another_version_is_named(version):
         read_header(rebuild({"anything": 1}, version=version))
 
 
-CONTENT = json.loads(encode_pack(make_pack()).metadata)
-LAZY = json.loads(encode_pack(make_pack(kv=False)).metadata)
+CONTENT = content_of(make_pack())
+LAZY = content_of(make_pack(kv=False))
 OF_KEY = CONTENT["tensors"]["layers.0.key"]
 
 
@@ -299,7 +299,7 @@ def test_malformed_content_is_corrupt_even_with_a_valid_digest(content):
         read_header(rebuild(content))
 
 
-STATES = json.loads(encode_pack(with_states(make_pack())).metadata)
+STATES = content_of(with_states(make_pack()))
 OF_STATE = STATES["tensors"]["states.0"]
 
 
@@ -385,7 +385,7 @@ def test_cuts_that_are_no_positions_are_corrupt(cuts):
         ("2", older(STATES)),
         ("3", older(STATES)),
         ("2", older(STATES, "4")),
-        ("2", older(json.loads(encode_pack(make_pack().compressed("lossless")).metadata))),
+        ("2", older(content_of(make_pack().compressed("lossless")))),
         ("2", {**older(LAZY), "prefix": LAZY["prefix"]}),
         ("2", {**older(LAZY), "prefix": {"cuts": 3, "token_ids": [1, 2, 3]}}),
         ("2", {**older(LAZY), "fingerprint": LAZY["fingerprint"]}),
@@ -430,7 +430,7 @@ def test_malformed_heads_are_corrupt(data):
 
 @pytest.mark.parametrize("which", [2, 3])
 def test_a_huge_compressed_shape_allocates_nothing(which):
-    content = json.loads(encode_pack(PACKS[which]).metadata)
+    content = content_of(PACKS[which])
     entries = {f"layers.{i // 2}.{'value' if i % 2 else 'key'}": 0 for i in range(4)}
     for name in entries:
         content["tensors"][name] = {"digest": "0" * 32, "shape": [2**40, 5, 2**40], "stored": 64}

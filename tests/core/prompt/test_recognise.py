@@ -106,7 +106,7 @@ def test_finds_what_trying_every_text_everywhere_finds(packs, text, min_chars):
         if name not in dict(kept):
             recogniser.discard(name)
     assert recogniser.find(text) == oracle(kept, text, min_chars, "xyz")
-    assert set(recogniser.handles) == set(dict(kept))
+    assert set(recogniser._texts) == set(dict(kept))
 
 
 @pytest.mark.timeout(100)
