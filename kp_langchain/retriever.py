@@ -7,18 +7,21 @@ import inspect
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self
 
-from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
-from langchain_core.callbacks.manager import handle_event
+from langchain_core.callbacks import (
+    AsyncCallbackManagerForRetrieverRun,
+    CallbackManagerForRetrieverRun,
+    dispatch_custom_event,
+)
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.indexing import DeleteResponse, UpsertResponse
 from langchain_core.indexing.base import DocumentIndex
 from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables.config import RunnableConfig, set_config_context
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -41,8 +44,6 @@ __all__ = ["KnowledgePackRetriever", "PackRetriever", "WrappedRetriever"]
 logger = logging.getLogger(__name__)
 
 _LOOKED_UP = 200
-_Run: TypeAlias = CallbackManagerForRetrieverRun | AsyncCallbackManagerForRetrieverRun
-_run: ContextVar[_Run | None] = ContextVar("run", default=None)
 _PER_CALL = ("k", "probes", "where", "score_threshold", "rerank")
 
 
@@ -177,16 +178,18 @@ class WrappedRetriever(PackRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **options: Any
     ) -> list[Document]:
-        documents = self.retriever.invoke(query, {"callbacks": run_manager.get_child()}, **options)
-        with _telling(run_manager):
-            return self._delivered(documents)
+        config: RunnableConfig = {"callbacks": run_manager.get_child()}
+        documents = self.retriever.invoke(query, config, **options)
+        with set_config_context(config) as context:
+            return context.run(self._delivered, documents)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **options: Any
     ) -> list[Document]:
-        documents = await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **options)
-        with _telling(run_manager):
-            return await asyncio.to_thread(self._delivered, documents)
+        config: RunnableConfig = {"callbacks": run_manager.get_child()}
+        documents = await self.retriever.ainvoke(query, config, **options)
+        with set_config_context(config) as context:
+            return await asyncio.to_thread(context.run, self._delivered, documents)
 
     def _delivered(self, documents: Sequence[Document]) -> list[Document]:
         """`documents` with packs, except blank ones, and those that one of our retrievers returned as handles."""
@@ -305,17 +308,19 @@ class KnowledgePackRetriever(PackRetriever):
         self._delivery().add(facts, overwrite=True, progress=progress)
         return [fact.id for fact in facts]
 
-    def _get_relevant_documents(self, query: str, *, run_manager: _Run | None = None, **options: Any) -> list[Document]:
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **options: Any
+    ) -> list[Document]:
         refuse_unknown(options, _PER_CALL, "A call of the retriever")
         settings = {name: options.get(name, getattr(self, name)) for name in _PER_CALL}
-        with _telling(run_manager):
-            results = self._delivery().search(query, **settings)
+        with set_config_context({"callbacks": run_manager.get_child()}) as context:
+            results = context.run(self._delivery().search, query, **settings)
         return [self._packed(_to_document(f.unit), f, score=f.hit.score, bank=f.hit.bank) for f in results]
 
     async def _aget_relevant_documents(
-        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun | None = None, **options: Any
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **options: Any
     ) -> list[Document]:
-        search = partial(self._get_relevant_documents, run_manager=run_manager)
+        search = partial(self._get_relevant_documents, run_manager=run_manager.get_sync())
         return await asyncio.to_thread(search, query, **options)
 
 
@@ -348,23 +353,10 @@ def _to_document(fact: Fact) -> Document:
     return Document(fact.text, id=fact.id, metadata=metadata | dict(fact.metadata))
 
 
-@contextmanager
-def _telling(run: _Run | None) -> Iterator[None]:
-    """Pass events of this thread on to the callbacks of `run`: `on_custom_event(name, counts)`.
-
-    The name is that in the debug log (`kp_event`). What happens in the background belongs to no run.
-    """
-    token = _run.set(run)
-    try:
-        yield
-    finally:
-        _run.reset(token)
-
-
 def _tell(name: str, counts: Mapping[str, float | str]) -> None:
-    if (run := _run.get()) is not None:
-        about = {"run_id": run.run_id, "tags": run.tags, "metadata": run.metadata}
-        handle_event(run.handlers, "on_custom_event", "ignore_custom_event", name, dict(counts), **about)
+    """Pass an event on as `on_custom_event` of the run in which it happens; one in the background belongs to none."""
+    with suppress(RuntimeError):  # Not in a run.
+        dispatch_custom_event(name, dict(counts))
 
 
 subscribe(_tell)
