@@ -66,13 +66,11 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
             "dtype": self.dtype,
             "base_url": self.base_url,
             "store": None if self.store is None else str(self.store.blobs or self.store),
-            "namespaces": list(self.namespaces),
-            "trusted_roles": sorted(self.trusted_roles),
+            "namespaces": self.namespaces,
+            "trusted_roles": self.trusted_roles,
             **{name: getattr(request, name) for name in MODEL_OPTIONS},
             "composer": request.composer.key,
             "steering": None if request.steering is None else str(request.steering),
-            "packs": list(request.packs),
-            "stop": list(request.stop),
         }
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:

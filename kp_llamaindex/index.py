@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from llama_index.core import MockEmbedding, Settings, StorageContext, VectorStoreIndex, chat_engine
 from llama_index.core.base.base_query_engine import BaseQueryEngine
@@ -75,14 +75,21 @@ class KnowledgePackIndex(VectorStoreIndex):
 
     Raises `OptionError` for an option that neither retrievers nor engines have. For an index of your own, see
     `KnowledgePackPostprocessor`.
+
+    Without `fact_store`, one is made, in Chroma at `path` or in memory. Its embedder is `embedder` (ours or
+    LlamaIndex's), else the `embed_model` set in LlamaIndex's settings, else the bundled MiniLM.
     """
+
+    _vector_store: KnowledgePackVectorStore
 
     def __init__(  # noqa: PLR0913 - one keyword per part it is made of
         self,
         engine: Session,
         store: Packs,
-        fact_store: FactStore,
+        fact_store: FactStore | None = None,
         *,
+        embedder: Embedder | BaseEmbedding | None = None,
+        path: str | os.PathLike[str] | None = None,
         namespace: str = "default",
         compiled_for: CompiledFor | None = None,
         llm: LLM | None = None,
@@ -95,10 +102,13 @@ class KnowledgePackIndex(VectorStoreIndex):
         if compiled_for is None:
             compiled_for = pack_place(DEFAULT_TEXT_QA_PROMPT_SEL, self.llm)
         self._packing = {"engine": engine, "namespace": namespace, "compiled_for": compiled_for, **packing}
-        self.store, self.fact_store = store, open_facts(fact_store)
-        self.delivery = delivery_of(fact_store, store, **self._packing)
+        if fact_store is None and embedder is None:
+            settled = Settings._embed_model  # noqa: SLF001 - the public attribute would create one of OpenAI's
+            embedder = None if isinstance(settled, MockEmbedding) else settled
+        self.store, self.fact_store = store, open_facts(fact_store, embedder, path)
+        self.delivery = delivery_of(self.fact_store, store, **self._packing)
         vectors = KnowledgePackVectorStore(
-            delivery=self.delivery, progress=progress, embedder=fact_store.embedder.name, namespace=namespace
+            delivery=self.delivery, progress=progress, embedder=self.fact_store.embedder.name, namespace=namespace
         )
         parts = StorageContext.from_defaults(vector_store=vectors)
         # The fact store embeds.
@@ -114,32 +124,15 @@ class KnowledgePackIndex(VectorStoreIndex):
         transformations: Sequence[TransformComponent] | None = None,
         **settings: Any,
     ) -> Self:
-        """An index over `documents`, which `transformations` cut into nodes; `settings` are those of `from_nodes`."""
+        """An index over `documents`, which `transformations` cut into nodes; `settings` are those of the class."""
         steps = list(Settings.transformations if transformations is None else transformations)
         nodes = run_transformations(list(documents), steps)
         return cls.from_nodes(nodes, transformations=transformations, **settings)
 
     @classmethod
-    def from_nodes(  # noqa: PLR0913 - one keyword per part it is made of
-        cls,
-        nodes: Sequence[BaseNode],
-        *,
-        engine: Session,
-        store: Packs,
-        fact_store: FactStore | None = None,
-        embedder: Embedder | BaseEmbedding | None = None,
-        path: str | os.PathLike[str] | None = None,
-        **settings: Any,
-    ) -> Self:
-        """An index over `nodes`.
-
-        Without `fact_store`, one is made, in Chroma at `path` or in memory. Its embedder is `embedder` (ours or
-        LlamaIndex's), else the `embed_model` set in LlamaIndex's settings, else the bundled MiniLM.
-        """
-        if fact_store is None and embedder is None:
-            settled = Settings._embed_model  # noqa: SLF001 - the public attribute would create one of OpenAI's
-            embedder = None if isinstance(settled, MockEmbedding) else settled
-        index = cls(engine, store, open_facts(fact_store, embedder, path), **settings)
+    def from_nodes(cls, nodes: Sequence[BaseNode], **settings: Any) -> Self:
+        """An index over `nodes`; `settings` are those of the class."""
+        index = cls(**settings)
         index.insert_nodes(nodes)
         return index
 
@@ -150,10 +143,6 @@ class KnowledgePackIndex(VectorStoreIndex):
             f"{type(vector_store).__name__} is no fact store. Keep your index, and pack what it finds: "
             "`index.as_query_engine(llm=llm, node_postprocessors=[KnowledgePackPostprocessor(engine=..., store=...)])`."
         )
-
-    def as_vector_store(self) -> KnowledgePackVectorStore:
-        """The index as a vector store, e.g. for an `IngestionPipeline`, whose changes and deletions it then follows."""
-        return cast("KnowledgePackVectorStore", self.vector_store)
 
     def as_retriever(self, **settings: Any) -> KnowledgePackRetriever:
         """A retriever; `settings` are those of `KnowledgePackRetriever`."""
@@ -207,7 +196,7 @@ class KnowledgePackIndex(VectorStoreIndex):
 
     def refresh_ref_docs(self, documents: Sequence[Document], **_: Any) -> list[bool]:
         """Insert new documents and update changed ones. Returns for each of `documents` whether it was either."""
-        facts = self.as_vector_store().facts_with(REF_DOC, [document.id_ for document in documents])
+        facts = self._vector_store.facts_with(REF_DOC, [document.id_ for document in documents])
         hashes = {fact.metadata[REF_DOC]: fact.metadata.get(REF_HASH) for fact in facts}
         changed = [hashes.get(document.id_) != document.hash for document in documents]
         for document, is_changed in zip(documents, changed, strict=True):
@@ -223,7 +212,8 @@ class KnowledgePackIndex(VectorStoreIndex):
 class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
     """The facts of a `KnowledgePackIndex`, as a vector store of LlamaIndex that finds them as packs.
 
-    In an `IngestionPipeline`, it must also be the last step, as a pipeline stores no nodes without embeddings.
+    `index.vector_store` follows the changes and deletions of an `IngestionPipeline`. It must also be the last step
+    there, as a pipeline stores no nodes without embeddings.
     """
 
     stores_text: bool = True

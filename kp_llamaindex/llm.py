@@ -91,7 +91,7 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
         if self.store is not None and self.store.blobs is not None:
             marks["store"] = str(self.store.blobs)
         data: dict[str, Any] = super().custom_model_dump(handler, info)
-        return data | marks | {"trusted_roles": sorted(self.trusted_roles)}
+        return data | marks
 
     @classmethod
     def class_name(cls) -> str:

@@ -175,7 +175,7 @@ def test_it_survives_serialisation(store):
     again = KnowledgePackLLM.from_json(made.to_json(), engine=made.engine)
     assert again.to_dict() == data
     assert again.store.path == store.path
-    assert again.trusted_roles == {"tool"}
+    assert again.trusted_roles == ("tool",)
     with pytest.raises(ValidationError, match="expected that engine"):
         KnowledgePackLLM.from_dict(data)
     named = KnowledgePackLLM(model="some/model", dtype="float32")
