@@ -107,9 +107,7 @@ class KnowledgePackIndex(VectorStoreIndex):
             embedder = None if isinstance(settled, MockEmbedding) else settled
         self.store, self.fact_store = store, open_facts(fact_store, embedder, path)
         self.delivery = delivery_of(self.fact_store, store, **self._packing)
-        vectors = KnowledgePackVectorStore(
-            delivery=self.delivery, progress=progress, embedder=self.fact_store.embedder.name, namespace=namespace
-        )
+        vectors = KnowledgePackVectorStore(delivery=self.delivery, progress=progress)
         parts = StorageContext.from_defaults(vector_store=vectors)
         # The fact store embeds.
         super().__init__([], embed_model=MockEmbedding(embed_dim=1), storage_context=parts)
@@ -209,20 +207,17 @@ class KnowledgePackIndex(VectorStoreIndex):
         return await asyncio.to_thread(self.refresh_ref_docs, documents)
 
 
-class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
+class KnowledgePackVectorStore(BasePydanticVectorStore):
     """The facts of a `KnowledgePackIndex`, as a vector store of LlamaIndex that finds them as packs.
 
-    `index.vector_store` follows the changes and deletions of an `IngestionPipeline`. It must also be the last step
-    there, as a pipeline stores no nodes without embeddings.
+    As `vector_store` of an `IngestionPipeline`, it follows its changes and deletions. A pipeline stores only nodes with
+    embeddings, but the fact store embeds: `MockEmbedding(embed_dim=1)` will do as the last of its transformations.
     """
 
     stores_text: bool = True
     is_embedding_query: bool = False
     delivery: Delivery = Field(exclude=True, repr=False)
     progress: bool = Field(default=True, exclude=True)
-    # A pipeline's cache tells stores apart by these fields.
-    embedder: str
-    namespace: str
 
     @classmethod
     def class_name(cls) -> str:
@@ -234,13 +229,6 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
         """The fact store."""
         store: FactStore = self.delivery.facts
         return store
-
-    def __call__(self, nodes: Sequence[BaseNode], **_: Any) -> Sequence[BaseNode]:
-        """Let a pipeline store `nodes`, except blank ones; it stores none without an embedding."""
-        for node in nodes:
-            if node.get_content().strip():
-                node.embedding = [0.0]  # The fact store embeds.
-        return nodes
 
     def add(self, nodes: Sequence[BaseNode], **_: Any) -> list[str]:
         """Add nodes and compile their packs."""
@@ -258,10 +246,6 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
     def delete(self, ref_doc_id: str, **_: Any) -> None:
         """Remove the nodes of a document, and their packs."""
         self.delivery.delete(where={REF_DOC: ref_doc_id})
-
-    async def acall(self, nodes: Sequence[BaseNode], **_: Any) -> Sequence[BaseNode]:
-        """As `__call__`, in a thread."""
-        return await asyncio.to_thread(self, nodes)
 
     async def async_add(self, nodes: Sequence[BaseNode], **_: Any) -> list[str]:
         """As `add`, in a thread."""
@@ -282,11 +266,14 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
         """The nodes that match, as text."""
         conditions = None if filters is None else to_where(filters)
-        return [to_node(fact) for fact in self.client.facts(ids=node_ids, where=conditions, namespace=self.namespace)]
+        return [
+            to_node(fact)
+            for fact in self.client.facts(ids=node_ids, where=conditions, namespace=self.delivery.namespace)
+        ]
 
     def clear(self) -> None:
         """Remove all nodes, and their packs."""
-        self.delete_nodes([fact.id for fact in self.client.facts(namespace=self.namespace)])
+        self.delete_nodes([fact.id for fact in self.client.facts(namespace=self.delivery.namespace)])
 
     def query(self, query: VectorStoreQuery, **_: Any) -> VectorStoreQueryResult:
         """The nodes nearest to the query's text. Raises `FactError` for other modes, and for a query without text."""
@@ -304,4 +291,4 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
     def facts_with(self, field: str, values: Iterable[object]) -> Iterator[Fact]:
         """The facts whose metadata `field` has one of these values."""
         for batch in iter_batch(dict.fromkeys(values), _NAMED):
-            yield from self.client.facts(where={field: {"$in": batch}}, namespace=self.namespace)
+            yield from self.client.facts(where={field: {"$in": batch}}, namespace=self.delivery.namespace)

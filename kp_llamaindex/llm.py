@@ -40,7 +40,7 @@ from kp_core.engines.request import OPTIONS
 from kp_core.engines.shared import loaded_engine
 from kp_core.errors import SamplingError
 from kp_core.settings import GIVEN, ModelSettings
-from kp_llamaindex.messages import MEMORY, Answer, to_completion, to_messages
+from kp_llamaindex.messages import MEMORY, PartialAnswer, to_completion, to_messages, to_response
 
 __all__ = ["KnowledgePackLLM"]
 
@@ -210,38 +210,38 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
         return FunctionCallingProgram.from_defaults(output_cls=output_cls, llm=self, prompt=prompt, tool_choice="any")
 
     def _chat(self, messages: Sequence[ChatMessage], options: Mapping[str, Any]) -> ChatResponse:
-        answer, request = Answer(), self._request(options, messages)
-        return answer.whole(self._engine().generate(to_messages(messages), **request))
+        request = self._request(options, messages)
+        return to_response(self._engine().generate(to_messages(messages), **request))
 
     async def _achat(self, messages: Sequence[ChatMessage], options: Mapping[str, Any]) -> ChatResponse:
-        answer, request = Answer(), self._request(options, messages)
+        request = self._request(options, messages)
         engine = await asyncio.to_thread(self._engine)
-        return answer.whole(await engine.agenerate(to_messages(messages), **request))
+        return to_response(await engine.agenerate(to_messages(messages), **request))
 
     def _stream(
         self, messages: Sequence[ChatMessage], options: Mapping[str, Any], form: Callable[[ChatResponse], T]
     ) -> Generator[T, None, None]:
-        answer, request = Answer(), self._request(options, messages)
+        answer, request = PartialAnswer(), self._request(options, messages)
         stream = self._engine().stream(to_messages(messages), **request)
 
         def pieces() -> Generator[T, None, None]:
             with closing(stream):
                 for delta in stream.deltas():
-                    yield form(answer.piece(delta))
-                yield form(answer.whole(stream.result(), delta=""))
+                    yield form(answer.add(delta))
+                yield form(to_response(stream.result(), delta=""))
 
         return pieces()
 
     async def _astream(
         self, messages: Sequence[ChatMessage], request: dict[str, Any], form: Callable[[ChatResponse], T]
     ) -> AsyncGenerator[T, None]:
-        answer = Answer()
+        answer = PartialAnswer()
         engine = await asyncio.to_thread(self._engine)
         async with aclosing(engine.astream(to_messages(messages), **request)) as stream:
             async for delta in stream.deltas():
-                yield form(answer.piece(delta))
+                yield form(answer.add(delta))
             if stream.generation is not None:
-                yield form(answer.whole(stream.generation, delta=""))
+                yield form(to_response(stream.generation, delta=""))
 
     def _metadata(self, engine: Session) -> LLMMetadata:
         positions = engine.max_positions
