@@ -148,7 +148,7 @@ class WrappedRetriever(PackRetriever):
 
         For the documents that the vector store has by now. Those that come later are compiled when they are found.
         """
-        facts = [self._fact_of(document) for document in documents if _has_text(document)]
+        facts = [_to_fact(document, self.namespace) for document in documents if _has_text(document)]
         return [str(handle) for handle in self._delivery().compile(facts, progress=progress) if handle is not None]
 
     def sync(self, documents: Iterable[Document] | None = None) -> list[str]:
@@ -193,12 +193,9 @@ class WrappedRetriever(PackRetriever):
 
     def _delivered(self, documents: Sequence[Document]) -> list[Document]:
         """`documents` with packs, except blank ones, and those that one of our retrievers returned as handles."""
-        todo = {at: self._fact_of(document) for at, document in enumerate(documents) if _has_text(document)}
+        todo = {at: _to_fact(document, self.namespace) for at, document in enumerate(documents) if _has_text(document)}
         found = dict(zip(todo, self._delivery().deliver([Hit(fact, 0.0) for fact in todo.values()]), strict=True))
         return [self._packed(document, found[at]) if at in found else document for at, document in enumerate(documents)]
-
-    def _fact_of(self, document: Document) -> Fact:
-        return _to_fact(document, id=document.id or "", namespace=self.namespace)
 
     def _vectors(self) -> VectorStore:
         if not isinstance(self.retriever, VectorStoreRetriever):
@@ -301,10 +298,7 @@ class KnowledgePackRetriever(PackRetriever):
         with_text = [document for document in documents if document.page_content.strip()]
         if blank := len(documents) - len(with_text):
             logger.warning("%d of %d documents are blank and were left out.", blank, len(documents))
-        facts = [
-            _to_fact(document, id=document.id or "", metadata=document.metadata).moved(self.namespace)
-            for document in with_text
-        ]
+        facts = [_to_fact(document, self.namespace, document.metadata) for document in with_text]
         self._delivery().add(facts, overwrite=True, progress=progress)
         return [fact.id for fact in facts]
 
@@ -340,12 +334,11 @@ def _has_text(document: Document) -> bool:
     return bool(document.page_content.strip()) and document.page_content != str(own_handle(document))
 
 
-def _to_fact(document: Document, **others: Any) -> Fact:
-    """A document's text as a fact. The fact takes `title` and `source` from the metadata, if they are strings."""
-    title, source = (document.metadata.get(name) for name in ("title", "source"))
-    others |= {"title": title} if isinstance(title, str) else {}
-    others |= {"source": source} if isinstance(source, str) else {}
-    return Fact(document.page_content, **others)
+def _to_fact(document: Document, namespace: str, metadata: Mapping[str, Any] = {}) -> Fact:
+    """A document's text as a fact. The fact takes `title` and `source` from the document, if they are strings."""
+    origin = {name: document.metadata.get(name) for name in ("title", "source")}
+    strings = {name: value for name, value in origin.items() if isinstance(value, str)}
+    return Fact(document.page_content, id=document.id or "", namespace=namespace, metadata=metadata, **strings)
 
 
 def _to_document(fact: Fact) -> Document:
