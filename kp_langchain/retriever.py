@@ -47,8 +47,8 @@ _LOOKED_UP = 200
 _PER_CALL = ("k", "probes", "where", "score_threshold", "rerank")
 
 
-class PackRetriever(DocumentIndex):
-    """A retriever whose documents have packs in `store`. `langchain_core.indexing.index` can fill it.
+class PackRetriever(BaseRetriever):
+    """A retriever whose documents have packs in `store`.
 
     By default a document's `page_content` is its text, in which nothing resolves as a handle. With `content="handle"`
     it is the handle alone, for models that resolve it. A document without a pack comes as text, and `engine`, if given,
@@ -107,8 +107,7 @@ class WrappedRetriever(PackRetriever):
     """The documents that `retriever` finds, with packs; order, text, id and metadata stay.
 
     `handle`, `text` and `kp` are added to the metadata, the first two only if it has no such field. Options of a call
-    go to `retriever`. Changes go to its vector store, and packs of replaced or deleted texts are removed; a retriever
-    other than the plain one of a vector store is read-only. After changes made elsewhere, call `sync`.
+    go to `retriever`. After changes of the documents that it finds, call `sync`.
     """
 
     retriever: BaseRetriever = Field(exclude=True)
@@ -116,32 +115,6 @@ class WrappedRetriever(PackRetriever):
         (*_PER_CALL, "search_kwargs", "search_type"),
         'The retriever inside searches: give it to that, e.g. `as_retriever(search_kwargs={"k": 4})`.',
     )
-
-    def upsert(self, items: Sequence[Document], /, **kwargs: Any) -> UpsertResponse:
-        """Add `items` to the vector store, with its own options; documents with the same ids are replaced."""
-        old = self.get([item.id for item in items if item.id])
-        ids = self._vectors().add_documents(list(items), **kwargs)
-        self._forget({document.page_content for document in old} - {item.page_content for item in items})
-        return UpsertResponse(succeeded=ids, failed=[])
-
-    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> DeleteResponse:
-        """Delete documents by id from the vector store; raises `FactError` without ids."""
-        if ids is None:
-            raise FactError("Got nothing to delete by; expected ids.")
-        old = self.get(ids)
-        if self._vectors().delete(ids, **kwargs) is False:
-            return DeleteResponse(num_deleted=0, succeeded=[], num_failed=len(ids), failed=ids)
-        self._forget({document.page_content for document in old})
-        return DeleteResponse(
-            num_deleted=len(old), succeeded=[document.id or "" for document in old], num_failed=0, failed=[]
-        )
-
-    def get(self, ids: Sequence[str], /, **kwargs: Any) -> list[Document]:
-        """The documents with these ids, as the vector store has them; none if it cannot look up ids."""
-        vectors = self._vectors()
-        with suppress(NotImplementedError):
-            return _by_ids(vectors, ids) if ids else []
-        return []
 
     def compile(self, documents: Iterable[Document], *, progress: bool = True) -> list[str]:
         """Compile the packs of `documents` that have none, before anybody asks; returns the handles of all.
@@ -159,19 +132,21 @@ class WrappedRetriever(PackRetriever):
         cannot be traced go too, so keep one namespace for one collection. Packs that were put by hand stay. Raises
         `FactError` if documents cannot be looked up. Nothing is deleted if the vector store fails.
         """
+        source = self.retriever.vectorstore if isinstance(self.retriever, VectorStoreRetriever) else self.retriever
 
         def texts(packs: Mapping[Handle, KnowledgePack]) -> Iterator[str]:
-            vectors, ids = self._vectors(), list({pack.provenance.get("id", "") for pack in packs.values()} - {""})
+            if not isinstance(source, VectorStore):
+                raise NotImplementedError
+            ids = list({pack.provenance.get("id", "") for pack in packs.values()} - {""})
             for at in range(0, len(ids), _LOOKED_UP):
-                found = _by_ids(vectors, ids[at : at + _LOOKED_UP])
-                yield from (document.page_content for document in found)
+                yield from (document.page_content for document in _by_ids(source, ids[at : at + _LOOKED_UP]))
 
         try:
             removed = self._delivery().sync(
                 texts if documents is None else lambda _: (document.page_content for document in documents)
             )
         except NotImplementedError as error:
-            name = type(self._vectors()).__name__
+            name = type(source).__name__
             raise FactError(f"{name} looks up no ids; give all its documents: `sync(documents)`.") from error
         return [str(handle) for handle in removed]
 
@@ -197,18 +172,11 @@ class WrappedRetriever(PackRetriever):
         found = dict(zip(todo, self._delivery().deliver([Hit(fact, 0.0) for fact in todo.values()]), strict=True))
         return [self._packed(document, found[at]) if at in found else document for at, document in enumerate(documents)]
 
-    def _vectors(self) -> VectorStore:
-        if not isinstance(self.retriever, VectorStoreRetriever):
-            raise FactError(f"{type(self.retriever).__name__} is only read here. Change what it reads from.")
-        return self.retriever.vectorstore
 
-    def _forget(self, texts: set[str]) -> None:
-        for text in texts:
-            self._delivery().forget(self.store.handle(text, self.namespace))
-
-
-class KnowledgePackRetriever(PackRetriever):
+class KnowledgePackRetriever(PackRetriever, DocumentIndex):
     """Finds facts of `namespace` in `fact_store` and returns each as a document. See `PackRetriever` for the rest.
+
+    `langchain_core.indexing.index` can fill it.
 
     `handle`, `score`, `bank` (if banks were searched), `title`, `source` and `text` are added to the fact's metadata,
     unless it has such a field or the value is empty. `kp` holds `handle`, `score`, `id` and `bank`. With `unit="bank"`
