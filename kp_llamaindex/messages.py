@@ -68,7 +68,7 @@ def pack_place(template: BasePromptTemplate, llm: LLM | None = None, variable: s
     variants of a template and adds its system prompt. Raises `PromptError` if another variable stands before
     `variable`, as the text before the nodes then changes from call to call, or if `variable` is not in the template.
     """
-    marks = {name: f"\0{number}\0" for number, name in enumerate(dict.fromkeys((*template.template_vars, variable)))}
+    marks = {name: f"\0{number}\1" for number, name in enumerate(dict.fromkeys((*template.template_vars, variable)))}
     messages = template.format_messages(llm=llm, **marks)
     if llm is not None and llm.system_prompt:
         messages = [ChatMessage(role="system", content=llm.system_prompt), *messages]
