@@ -173,8 +173,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
                 else JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
             )
         elif method in ("json_schema", "json_mode"):
-            response_format = {"type": "json_object", "schema": schema} if method == "json_mode" else schema
-            model = self.bind(response_format=response_format, **options)
+            model = self.bind(response_format=schema, **options)
             parser = PydanticOutputParser(pydantic_object=model_class) if is_model else JsonOutputParser()
         else:
             raise ToolError(f"Got method={method!r}; expected 'json_schema', 'function_calling' or 'json_mode'.")
