@@ -35,9 +35,8 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import BaseTool
 from llama_index.core.types import PydanticProgramMode
 
-from kp_core import Session, find_handles, strip_handles
+from kp_core import find_handles, strip_handles
 from kp_core.engines.request import OPTIONS
-from kp_core.engines.shared import loaded_engine
 from kp_core.errors import SamplingError
 from kp_core.settings import GIVEN, ModelSettings
 from kp_llamaindex.messages import MEMORY, PartialAnswer, to_completion, to_messages, to_response
@@ -101,13 +100,26 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
     @property
     def metadata(self) -> LLMMetadata:
         """Names and sizes. The context window is without `pack_budget`. Loads the engine."""
-        return self._metadata(self._engine())
+        positions = self._engine().max_positions
+        budget = self.pack_budget
+        if budget is None:
+            budget = 0 if self.store is None else positions // 2
+        if budget >= positions:
+            raise SamplingError(f"Got pack_budget={budget}; expected less than the model's {positions} positions.")
+        window = positions - budget
+        return LLMMetadata(
+            context_window=window,
+            num_output=self._defaults().max_tokens or min(_DEFAULT_OUTPUT, window // 2),
+            is_chat_model=True,
+            is_function_calling_model=True,
+            model_name=self.model_name,
+        )
 
     def to_payload(self) -> dict[str, Any]:
-        """The form for LlamaIndex's events. It does not load the engine, so that an event never waits for weights."""
-        engine = self.engine if self.engine is not None else loaded_engine(self.model, *self._where)
-        details = {"model_name": self.model_name} if engine is None else self._metadata(engine).model_dump()
-        return {"class_name": self.class_name(), **details}
+        """The form for LlamaIndex's events. It loads no model, so that an event never waits for weights."""
+        if self.engine is None:
+            return {"class_name": self.class_name(), "model_name": self.model_name}
+        return super().to_payload()
 
     def token_ids(self, text: str) -> list[int]:
         """Token ids of `text` in the model's own tokenizer, without handles, which are not sent."""
@@ -242,22 +254,6 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
                 yield form(answer.add(delta))
             if stream.generation is not None:
                 yield form(to_response(stream.generation, delta=""))
-
-    def _metadata(self, engine: Session) -> LLMMetadata:
-        positions = engine.max_positions
-        budget = self.pack_budget
-        if budget is None:
-            budget = 0 if self.store is None else positions // 2
-        if budget >= positions:
-            raise SamplingError(f"Got pack_budget={budget}; expected less than the model's {positions} positions.")
-        window = positions - budget
-        return LLMMetadata(
-            context_window=window,
-            num_output=self._defaults().max_tokens or min(_DEFAULT_OUTPUT, window // 2),
-            is_chat_model=True,
-            is_function_calling_model=True,
-            model_name=self.model_name,
-        )
 
     def _request(self, options: Mapping[str, Any], messages: Sequence[ChatMessage]) -> dict[str, Any]:
         """The fields, overridden by the options of one call. `stop=None` leaves the field's value.
