@@ -23,7 +23,7 @@ from langchain_core.indexing.base import DocumentIndex
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables.config import RunnableConfig, set_config_context
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
-from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kp_core import Embedder, Fact, FactStore, Handle, KnowledgePack, Session
 from kp_core.compiling import open_facts
@@ -55,8 +55,6 @@ class PackRetriever(BaseRetriever):
     compiles it for the position `compiled_for` (for a prompt: `pack_place(prompt)`) when it is idle, or with
     `precompile="now"` before the search returns. `kv` and `compress` are those of `kp_core.delivery.Delivery`.
     """
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     store: Packs = Field(exclude=True)
     engine: Session | None = Field(default=None, exclude=True)

@@ -115,17 +115,11 @@ class KnowledgePackIndex(VectorStoreIndex):
             self._transformations = list(transformations)
 
     @classmethod
-    def from_documents(  # type: ignore[override]
-        cls,
-        documents: Sequence[Document],
-        *,
-        transformations: Sequence[TransformComponent] | None = None,
-        **settings: Any,
-    ) -> Self:
-        """An index over `documents`, which `transformations` cut into nodes; `settings` are those of the class."""
-        steps = list(Settings.transformations if transformations is None else transformations)
-        nodes = run_transformations(list(documents), steps)
-        return cls.from_nodes(nodes, transformations=transformations, **settings)
+    def from_documents(cls, documents: Sequence[Document], **settings: Any) -> Self:  # type: ignore[override]
+        """An index over `documents`, which its transformations cut into nodes; `settings` are those of the class."""
+        index = cls(**settings)
+        index.insert_nodes(run_transformations(list(documents), index._transformations))
+        return index
 
     @classmethod
     def from_nodes(cls, nodes: Sequence[BaseNode], **settings: Any) -> Self:
@@ -218,11 +212,6 @@ class KnowledgePackVectorStore(BasePydanticVectorStore):
     is_embedding_query: bool = False
     delivery: Delivery = Field(exclude=True, repr=False)
     progress: bool = Field(default=True, exclude=True)
-
-    @classmethod
-    def class_name(cls) -> str:
-        """Name in serialised form."""
-        return "KnowledgePackVectorStore"
 
     @property
     def client(self) -> FactStore:
