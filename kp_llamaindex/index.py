@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 from llama_index.core import MockEmbedding, Settings, StorageContext, VectorStoreIndex, chat_engine
@@ -16,7 +17,6 @@ from llama_index.core.chat_engine.types import BaseChatEngine, ChatMode
 from llama_index.core.ingestion import run_transformations
 from llama_index.core.llms import LLM
 from llama_index.core.llms.utils import LLMType
-from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.query_engine.citation_query_engine import CITATION_QA_TEMPLATE, CITATION_REFINE_TEMPLATE
@@ -148,42 +148,33 @@ class KnowledgePackIndex(VectorStoreIndex):
     ) -> BaseQueryEngine:
         """A `RetrieverQueryEngine`; `settings` are those of the retriever and of `RetrieverQueryEngine.from_args`.
 
-        With `citations` the prompt asks for sources by number: `response.source_nodes[n - 1]` is source n.
+        With `citations` the prompt asks for sources by number: `response.source_nodes[n - 1]` is source n. For a
+        `text_qa_template`, packs are compiled for their place there unless `compiled_for` names another.
         """
+        llm = llm or self.llm
         if citations:
             prompts = {"text_qa_template": CITATION_QA_TEMPLATE, "refine_template": CITATION_REFINE_TEMPLATE}
             numbered = [*settings.get("node_postprocessors", ()), NumberSources()]
             settings = {**prompts, **settings, "node_postprocessors": numbered}
-        elif (template := settings.get("text_qa_template")) and settings.get("content") != "text":
-            self._check_place(template, llm or self.llm)
-        return super().as_query_engine(llm or self.llm, **self._readable(llm, settings))
-
-    def _check_place(self, template: BasePromptTemplate, llm: LLMType) -> None:
-        """Say so if packs are compiled for another place than the first node's in prompts of `template`."""
-        if not isinstance(llm, KnowledgePackLLM):
-            return
-        try:
-            place = pack_place(template, llm)
-        except PromptError:  # The place differs from question to question.
-            return
-        if place != self._packing["compiled_for"]:
-            logger.warning(
-                "The packs of this index are compiled for another prompt, and are computed anew in prompts of this "
-                "`text_qa_template`. Give the index `compiled_for=kp_llamaindex.pack_place(template, llm)`."
-            )
+        settings = self._readable(llm, settings)
+        if (template := settings.get("text_qa_template")) and settings.get("content") != "text" and not citations:
+            with suppress(PromptError):  # The place differs from question to question.
+                settings = {"compiled_for": pack_place(template, llm), **settings}
+        return super().as_query_engine(llm, **settings)
 
     def as_chat_engine(
         self, chat_mode: ChatMode = ChatMode.BEST, llm: LLMType | None = None, **settings: Any
     ) -> BaseChatEngine:
         """A chat engine; `settings` are those of the retriever and of the engine's `from_defaults`."""
-        return super().as_chat_engine(chat_mode, llm or self.llm, **self._readable(llm, settings))
+        llm = llm or self.llm
+        return super().as_chat_engine(chat_mode, llm, **self._readable(llm, settings))
 
-    def _readable(self, llm: LLMType | None, settings: dict[str, Any]) -> dict[str, Any]:
+    def _readable(self, llm: LLMType, settings: dict[str, Any]) -> dict[str, Any]:
         """`settings`, with nodes as text for an LLM that does not resolve handles."""
         check_content(settings.get("content", "text"))
-        if isinstance(llm or self.llm, KnowledgePackLLM) or settings.get("content") == "text":
+        if isinstance(llm, KnowledgePackLLM) or settings.get("content") == "text":
             return settings
-        logger.warning("%s resolves no handles; nodes go to it as text.", type(llm or self.llm).__name__)
+        logger.warning("%s resolves no handles; nodes go to it as text.", type(llm).__name__)
         return {**settings, "content": "text"}
 
     def refresh_ref_docs(self, documents: Sequence[Document], **_: Any) -> list[bool]:
