@@ -302,9 +302,9 @@ def _has_text(document: Document) -> bool:
 
 def _to_fact(document: Document, namespace: str, metadata: Mapping[str, Any] = {}) -> Fact:
     """A document's text as a fact. The fact takes `title` and `source` from the document, if they are strings."""
-    origin = {name: document.metadata.get(name) for name in ("title", "source")}
-    strings = {name: value for name, value in origin.items() if isinstance(value, str)}
-    return Fact(document.page_content, id=document.id or "", namespace=namespace, metadata=metadata, **strings)
+    origin = (document.metadata.get(name) for name in ("title", "source"))
+    title, source = (value if isinstance(value, str) else "" for value in origin)
+    return Fact(document.page_content, title, source, metadata, document.id or "", namespace)
 
 
 def _to_document(fact: Fact) -> Document:

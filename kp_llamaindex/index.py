@@ -152,12 +152,13 @@ class KnowledgePackIndex(VectorStoreIndex):
         `text_qa_template`, packs are compiled for their place there unless `compiled_for` names another.
         """
         llm = llm or self.llm
+        settings = self._readable(llm, settings)
+        template = settings.get("text_qa_template")
         if citations:
             prompts = {"text_qa_template": CITATION_QA_TEMPLATE, "refine_template": CITATION_REFINE_TEMPLATE}
             numbered = [*settings.get("node_postprocessors", ()), NumberSources()]
             settings = {**prompts, **settings, "node_postprocessors": numbered}
-        settings = self._readable(llm, settings)
-        if (template := settings.get("text_qa_template")) and settings.get("content") != "text" and not citations:
+        elif template and isinstance(llm, KnowledgePackLLM) and settings.get("content") != "text":
             with suppress(PromptError):  # The place differs from question to question.
                 settings = {"compiled_for": pack_place(template, llm), **settings}
         return super().as_query_engine(llm, **settings)
