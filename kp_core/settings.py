@@ -86,8 +86,8 @@ class EngineSettings(BaseModel):
     store: Packs | None = Field(
         default=None, exclude=True, description="Where handles resolve: a `PackStore`, its path, or what acts as one."
     )
-    trusted_roles: frozenset[str] = Field(
-        default=TRUSTED_ROLES,
+    trusted_roles: tuple[str, ...] = Field(
+        default=tuple(sorted(TRUSTED_ROLES)),
         description="Roles whose messages may bring packs, by the framework's names (`human`) or the core's (`user`).",
     )
 
@@ -106,8 +106,8 @@ class EngineSettings(BaseModel):
 
     @field_validator("trusted_roles")
     @classmethod
-    def _name_roles(cls, roles: frozenset[str]) -> frozenset[str]:
-        return frozenset(core_role(role) for role in roles)
+    def _name_roles(cls, roles: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(sorted({core_role(role) for role in roles}))
 
     @property
     def model_name(self) -> str:

@@ -7,7 +7,6 @@ agents, is in `kp_langchain.middleware`, which imports `langchain`.
 from __future__ import annotations
 
 from kp_core.bundled import needing
-from kp_core.engines.shared import shared_engine
 
 with needing("kp_langchain needs LangChain", "langchain"):
     from kp_langchain.chat_model import ChatKnowledgePacks
@@ -23,7 +22,6 @@ __all__ = [
     "create_pack_search_tool",
     "pack_place",
     "resolve_documents",
-    "shared_engine",
     "to_handles",
     "to_messages",
 ]

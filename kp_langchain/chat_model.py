@@ -10,7 +10,6 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.globals import get_llm_cache
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
@@ -67,38 +66,20 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
             "dtype": self.dtype,
             "base_url": self.base_url,
             "store": None if self.store is None else str(self.store.blobs or self.store),
-            "namespaces": list(self.namespaces),
-            "trusted_roles": sorted(self.trusted_roles),
+            "namespaces": self.namespaces,
+            "trusted_roles": self.trusted_roles,
             **{name: getattr(request, name) for name in MODEL_OPTIONS},
             "composer": request.composer.key,
             "steering": None if request.steering is None else str(request.steering),
-            "packs": list(request.packs),
-            "stop": list(request.stop),
         }
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
         if isinstance(composer := kwargs.get("composer"), Composer):
             kwargs["composer"] = composer.key
-        # Two different models may have the same name.
+        # Two different models may have the same name, and a handle may resolve at one time and not at another.
         model = self._engine(kwargs.get("model")).fingerprint.id
-        return f"{super()._get_llm_string(stop, **kwargs)}---{model}"
-
-    def _generate_with_cache(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:
-        return super(ChatKnowledgePacks, self._remembering(messages))._generate_with_cache(messages, *args, **kwargs)
-
-    async def _agenerate_with_cache(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:
-        model = self._remembering(messages)
-        return await super(ChatKnowledgePacks, model)._agenerate_with_cache(messages, *args, **kwargs)
-
-    def _remembering(self, messages: list[BaseMessage]) -> ChatKnowledgePacks:
-        """This model; without LangChain's cache of answers if a handle does not resolve now, as it may later."""
-        role = next(iter(self.trusted_roles), None)
-        if self.store is None or role is None or not (self.cache or (self.cache is None and get_llm_cache())):
-            return self
-        handles = [str(handle) for message in messages for *_, handle in find_handles(message.text)]
-        if all(self.resolves(handle, role) for handle in handles):
-            return self
-        return self.model_copy(update={"cache": False})
+        changes = None if self.store is None else self.store.changes
+        return f"{super()._get_llm_string(stop, **kwargs)}---{model}---{changes}"
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
@@ -192,8 +173,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
                 else JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
             )
         elif method in ("json_schema", "json_mode"):
-            response_format = {"type": "json_object", "schema": schema} if method == "json_mode" else schema
-            model = self.bind(response_format=response_format, **options)
+            model = self.bind(response_format=schema, **options)
             parser = PydanticOutputParser(pydantic_object=model_class) if is_model else JsonOutputParser()
         else:
             raise ToolError(f"Got method={method!r}; expected 'json_schema', 'function_calling' or 'json_mode'.")

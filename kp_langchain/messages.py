@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,9 +61,8 @@ def pack_place(prompt: ChatPromptTemplate, variable: str = "context") -> list[Me
     if variable not in prompt.input_variables or variable in placeholders:
         available = ", ".join(sorted(set(prompt.input_variables) - placeholders)) or "none"
         raise PromptError(f"Got the variable {variable!r}; the variables in the text of the prompt are: {available}.")
-    sign = secrets.token_hex(8)
-    names = [*prompt.input_variables, *prompt.optional_variables]
-    marks = {name: f"slot{sign}n{number}x" for number, name in enumerate(names)}
+    names = (*prompt.input_variables, *prompt.optional_variables)
+    marks = {name: f"\0{number}\1" for number, name in enumerate(names)}
     values: dict[str, Any] = {
         name: [HumanMessage(mark)] if name in placeholders else mark for name, mark in marks.items()
     }

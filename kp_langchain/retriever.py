@@ -7,20 +7,23 @@ import inspect
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self
 
-from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
-from langchain_core.callbacks.manager import handle_event
+from langchain_core.callbacks import (
+    AsyncCallbackManagerForRetrieverRun,
+    CallbackManagerForRetrieverRun,
+    dispatch_custom_event,
+)
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.indexing import DeleteResponse, UpsertResponse
 from langchain_core.indexing.base import DocumentIndex
 from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables.config import RunnableConfig, set_config_context
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
-from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kp_core import Embedder, Fact, FactStore, Handle, KnowledgePack, Session
 from kp_core.compiling import open_facts
@@ -41,21 +44,17 @@ __all__ = ["KnowledgePackRetriever", "PackRetriever", "WrappedRetriever"]
 logger = logging.getLogger(__name__)
 
 _LOOKED_UP = 200
-_Run: TypeAlias = CallbackManagerForRetrieverRun | AsyncCallbackManagerForRetrieverRun
-_run: ContextVar[_Run | None] = ContextVar("run", default=None)
 _PER_CALL = ("k", "probes", "where", "score_threshold", "rerank")
 
 
-class PackRetriever(DocumentIndex):
-    """A retriever whose documents have packs in `store`. `langchain_core.indexing.index` can fill it.
+class PackRetriever(BaseRetriever):
+    """A retriever whose documents have packs in `store`.
 
     By default a document's `page_content` is its text, in which nothing resolves as a handle. With `content="handle"`
     it is the handle alone, for models that resolve it. A document without a pack comes as text, and `engine`, if given,
     compiles it for the position `compiled_for` (for a prompt: `pack_place(prompt)`) when it is idle, or with
     `precompile="now"` before the search returns. `kv` and `compress` are those of `kp_core.delivery.Delivery`.
     """
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     store: Packs = Field(exclude=True)
     engine: Session | None = Field(default=None, exclude=True)
@@ -106,8 +105,7 @@ class WrappedRetriever(PackRetriever):
     """The documents that `retriever` finds, with packs; order, text, id and metadata stay.
 
     `handle`, `text` and `kp` are added to the metadata, the first two only if it has no such field. Options of a call
-    go to `retriever`. Changes go to its vector store, and packs of replaced or deleted texts are removed; a retriever
-    other than the plain one of a vector store is read-only. After changes made elsewhere, call `sync`.
+    go to `retriever`. After changes of the documents that it finds, call `sync`.
     """
 
     retriever: BaseRetriever = Field(exclude=True)
@@ -116,38 +114,12 @@ class WrappedRetriever(PackRetriever):
         'The retriever inside searches: give it to that, e.g. `as_retriever(search_kwargs={"k": 4})`.',
     )
 
-    def upsert(self, items: Sequence[Document], /, **kwargs: Any) -> UpsertResponse:
-        """Add `items` to the vector store, with its own options; documents with the same ids are replaced."""
-        old = self.get([item.id for item in items if item.id])
-        ids = self._vectors().add_documents(list(items), **kwargs)
-        self._forget({document.page_content for document in old} - {item.page_content for item in items})
-        return UpsertResponse(succeeded=ids, failed=[])
-
-    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> DeleteResponse:
-        """Delete documents by id from the vector store; raises `FactError` without ids."""
-        if ids is None:
-            raise FactError("Got nothing to delete by; expected ids.")
-        old = self.get(ids)
-        if self._vectors().delete(ids, **kwargs) is False:
-            return DeleteResponse(num_deleted=0, succeeded=[], num_failed=len(ids), failed=ids)
-        self._forget({document.page_content for document in old})
-        return DeleteResponse(
-            num_deleted=len(old), succeeded=[document.id or "" for document in old], num_failed=0, failed=[]
-        )
-
-    def get(self, ids: Sequence[str], /, **kwargs: Any) -> list[Document]:
-        """The documents with these ids, as the vector store has them; none if it cannot look up ids."""
-        vectors = self._vectors()
-        with suppress(NotImplementedError):
-            return _by_ids(vectors, ids) if ids else []
-        return []
-
     def compile(self, documents: Iterable[Document], *, progress: bool = True) -> list[str]:
         """Compile the packs of `documents` that have none, before anybody asks; returns the handles of all.
 
         For the documents that the vector store has by now. Those that come later are compiled when they are found.
         """
-        facts = [self._fact_of(document) for document in documents if _has_text(document)]
+        facts = [_to_fact(document, self.namespace) for document in documents if _has_text(document)]
         return [str(handle) for handle in self._delivery().compile(facts, progress=progress) if handle is not None]
 
     def sync(self, documents: Iterable[Document] | None = None) -> list[str]:
@@ -158,57 +130,51 @@ class WrappedRetriever(PackRetriever):
         cannot be traced go too, so keep one namespace for one collection. Packs that were put by hand stay. Raises
         `FactError` if documents cannot be looked up. Nothing is deleted if the vector store fails.
         """
+        source = self.retriever.vectorstore if isinstance(self.retriever, VectorStoreRetriever) else self.retriever
 
         def texts(packs: Mapping[Handle, KnowledgePack]) -> Iterator[str]:
-            vectors, ids = self._vectors(), list({pack.provenance.get("id", "") for pack in packs.values()} - {""})
+            if not isinstance(source, VectorStore):
+                raise NotImplementedError
+            ids = list({pack.provenance.get("id", "") for pack in packs.values()} - {""})
             for at in range(0, len(ids), _LOOKED_UP):
-                found = _by_ids(vectors, ids[at : at + _LOOKED_UP])
-                yield from (document.page_content for document in found)
+                yield from (document.page_content for document in _by_ids(source, ids[at : at + _LOOKED_UP]))
 
         try:
             removed = self._delivery().sync(
                 texts if documents is None else lambda _: (document.page_content for document in documents)
             )
         except NotImplementedError as error:
-            name = type(self._vectors()).__name__
+            name = type(source).__name__
             raise FactError(f"{name} looks up no ids; give all its documents: `sync(documents)`.") from error
         return [str(handle) for handle in removed]
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **options: Any
     ) -> list[Document]:
-        documents = self.retriever.invoke(query, {"callbacks": run_manager.get_child()}, **options)
-        with _telling(run_manager):
-            return self._delivered(documents)
+        config: RunnableConfig = {"callbacks": run_manager.get_child()}
+        documents = self.retriever.invoke(query, config, **options)
+        with set_config_context(config) as context:
+            return context.run(self._delivered, documents)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **options: Any
     ) -> list[Document]:
-        documents = await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **options)
-        with _telling(run_manager):
-            return await asyncio.to_thread(self._delivered, documents)
+        config: RunnableConfig = {"callbacks": run_manager.get_child()}
+        documents = await self.retriever.ainvoke(query, config, **options)
+        with set_config_context(config) as context:
+            return await asyncio.to_thread(context.run, self._delivered, documents)
 
     def _delivered(self, documents: Sequence[Document]) -> list[Document]:
         """`documents` with packs, except blank ones, and those that one of our retrievers returned as handles."""
-        todo = {at: self._fact_of(document) for at, document in enumerate(documents) if _has_text(document)}
+        todo = {at: _to_fact(document, self.namespace) for at, document in enumerate(documents) if _has_text(document)}
         found = dict(zip(todo, self._delivery().deliver([Hit(fact, 0.0) for fact in todo.values()]), strict=True))
         return [self._packed(document, found[at]) if at in found else document for at, document in enumerate(documents)]
 
-    def _fact_of(self, document: Document) -> Fact:
-        return _to_fact(document, id=document.id or "", namespace=self.namespace)
 
-    def _vectors(self) -> VectorStore:
-        if not isinstance(self.retriever, VectorStoreRetriever):
-            raise FactError(f"{type(self.retriever).__name__} is only read here. Change what it reads from.")
-        return self.retriever.vectorstore
-
-    def _forget(self, texts: set[str]) -> None:
-        for text in texts:
-            self._delivery().forget(self.store.handle(text, self.namespace))
-
-
-class KnowledgePackRetriever(PackRetriever):
+class KnowledgePackRetriever(PackRetriever, DocumentIndex):
     """Finds facts of `namespace` in `fact_store` and returns each as a document. See `PackRetriever` for the rest.
+
+    `langchain_core.indexing.index` can fill it.
 
     `handle`, `score`, `bank` (if banks were searched), `title`, `source` and `text` are added to the fact's metadata,
     unless it has such a field or the value is empty. `kp` holds `handle`, `score`, `id` and `bank`. With `unit="bank"`
@@ -298,24 +264,23 @@ class KnowledgePackRetriever(PackRetriever):
         with_text = [document for document in documents if document.page_content.strip()]
         if blank := len(documents) - len(with_text):
             logger.warning("%d of %d documents are blank and were left out.", blank, len(documents))
-        facts = [
-            _to_fact(document, id=document.id or "", metadata=document.metadata).moved(self.namespace)
-            for document in with_text
-        ]
+        facts = [_to_fact(document, self.namespace, document.metadata) for document in with_text]
         self._delivery().add(facts, overwrite=True, progress=progress)
         return [fact.id for fact in facts]
 
-    def _get_relevant_documents(self, query: str, *, run_manager: _Run | None = None, **options: Any) -> list[Document]:
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **options: Any
+    ) -> list[Document]:
         refuse_unknown(options, _PER_CALL, "A call of the retriever")
         settings = {name: options.get(name, getattr(self, name)) for name in _PER_CALL}
-        with _telling(run_manager):
-            results = self._delivery().search(query, **settings)
+        with set_config_context({"callbacks": run_manager.get_child()}) as context:
+            results = context.run(self._delivery().search, query, **settings)
         return [self._packed(_to_document(f.unit), f, score=f.hit.score, bank=f.hit.bank) for f in results]
 
     async def _aget_relevant_documents(
-        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun | None = None, **options: Any
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **options: Any
     ) -> list[Document]:
-        search = partial(self._get_relevant_documents, run_manager=run_manager)
+        search = partial(self._get_relevant_documents, run_manager=run_manager.get_sync())
         return await asyncio.to_thread(search, query, **options)
 
 
@@ -335,12 +300,11 @@ def _has_text(document: Document) -> bool:
     return bool(document.page_content.strip()) and document.page_content != str(own_handle(document))
 
 
-def _to_fact(document: Document, **others: Any) -> Fact:
-    """A document's text as a fact. The fact takes `title` and `source` from the metadata, if they are strings."""
-    title, source = (document.metadata.get(name) for name in ("title", "source"))
-    others |= {"title": title} if isinstance(title, str) else {}
-    others |= {"source": source} if isinstance(source, str) else {}
-    return Fact(document.page_content, **others)
+def _to_fact(document: Document, namespace: str, metadata: Mapping[str, Any] = {}) -> Fact:
+    """A document's text as a fact. The fact takes `title` and `source` from the document, if they are strings."""
+    origin = (document.metadata.get(name) for name in ("title", "source"))
+    title, source = (value if isinstance(value, str) else "" for value in origin)
+    return Fact(document.page_content, title, source, metadata, document.id or "", namespace)
 
 
 def _to_document(fact: Fact) -> Document:
@@ -348,23 +312,10 @@ def _to_document(fact: Fact) -> Document:
     return Document(fact.text, id=fact.id, metadata=metadata | dict(fact.metadata))
 
 
-@contextmanager
-def _telling(run: _Run | None) -> Iterator[None]:
-    """Pass events of this thread on to the callbacks of `run`: `on_custom_event(name, counts)`.
-
-    The name is that in the debug log (`kp_event`). What happens in the background belongs to no run.
-    """
-    token = _run.set(run)
-    try:
-        yield
-    finally:
-        _run.reset(token)
-
-
 def _tell(name: str, counts: Mapping[str, float | str]) -> None:
-    if (run := _run.get()) is not None:
-        about = {"run_id": run.run_id, "tags": run.tags, "metadata": run.metadata}
-        handle_event(run.handlers, "on_custom_event", "ignore_custom_event", name, dict(counts), **about)
+    """Pass an event on as `on_custom_event` of the run in which it happens; one in the background belongs to none."""
+    with suppress(RuntimeError):  # Not in a run.
+        dispatch_custom_event(name, dict(counts))
 
 
 subscribe(_tell)

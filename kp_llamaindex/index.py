@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self, cast
+from contextlib import suppress
+from typing import Any, Self
 
 from llama_index.core import MockEmbedding, Settings, StorageContext, VectorStoreIndex, chat_engine
 from llama_index.core.base.base_query_engine import BaseQueryEngine
@@ -16,7 +17,6 @@ from llama_index.core.chat_engine.types import BaseChatEngine, ChatMode
 from llama_index.core.ingestion import run_transformations
 from llama_index.core.llms import LLM
 from llama_index.core.llms.utils import LLMType
-from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.query_engine.citation_query_engine import CITATION_QA_TEMPLATE, CITATION_REFINE_TEMPLATE
@@ -75,14 +75,21 @@ class KnowledgePackIndex(VectorStoreIndex):
 
     Raises `OptionError` for an option that neither retrievers nor engines have. For an index of your own, see
     `KnowledgePackPostprocessor`.
+
+    Without `fact_store`, one is made, in Chroma at `path` or in memory. Its embedder is `embedder` (ours or
+    LlamaIndex's), else the `embed_model` set in LlamaIndex's settings, else the bundled MiniLM.
     """
+
+    _vector_store: KnowledgePackVectorStore
 
     def __init__(  # noqa: PLR0913 - one keyword per part it is made of
         self,
         engine: Session,
         store: Packs,
-        fact_store: FactStore,
+        fact_store: FactStore | None = None,
         *,
+        embedder: Embedder | BaseEmbedding | None = None,
+        path: str | os.PathLike[str] | None = None,
         namespace: str = "default",
         compiled_for: CompiledFor | None = None,
         llm: LLM | None = None,
@@ -95,11 +102,12 @@ class KnowledgePackIndex(VectorStoreIndex):
         if compiled_for is None:
             compiled_for = pack_place(DEFAULT_TEXT_QA_PROMPT_SEL, self.llm)
         self._packing = {"engine": engine, "namespace": namespace, "compiled_for": compiled_for, **packing}
-        self.store, self.fact_store = store, open_facts(fact_store)
-        self.delivery = delivery_of(fact_store, store, **self._packing)
-        vectors = KnowledgePackVectorStore(
-            delivery=self.delivery, progress=progress, embedder=fact_store.embedder.name, namespace=namespace
-        )
+        if fact_store is None and embedder is None:
+            settled = Settings._embed_model  # noqa: SLF001 - the public attribute would create one of OpenAI's
+            embedder = None if isinstance(settled, MockEmbedding) else settled
+        self.store, self.fact_store = store, open_facts(fact_store, embedder, path)
+        self.delivery = delivery_of(self.fact_store, store, **self._packing)
+        vectors = KnowledgePackVectorStore(delivery=self.delivery, progress=progress)
         parts = StorageContext.from_defaults(vector_store=vectors)
         # The fact store embeds.
         super().__init__([], embed_model=MockEmbedding(embed_dim=1), storage_context=parts)
@@ -107,39 +115,16 @@ class KnowledgePackIndex(VectorStoreIndex):
             self._transformations = list(transformations)
 
     @classmethod
-    def from_documents(  # type: ignore[override]
-        cls,
-        documents: Sequence[Document],
-        *,
-        transformations: Sequence[TransformComponent] | None = None,
-        **settings: Any,
-    ) -> Self:
-        """An index over `documents`, which `transformations` cut into nodes; `settings` are those of `from_nodes`."""
-        steps = list(Settings.transformations if transformations is None else transformations)
-        nodes = run_transformations(list(documents), steps)
-        return cls.from_nodes(nodes, transformations=transformations, **settings)
+    def from_documents(cls, documents: Sequence[Document], **settings: Any) -> Self:  # type: ignore[override]
+        """An index over `documents`, which its transformations cut into nodes; `settings` are those of the class."""
+        index = cls(**settings)
+        index.insert_nodes(run_transformations(list(documents), index._transformations))
+        return index
 
     @classmethod
-    def from_nodes(  # noqa: PLR0913 - one keyword per part it is made of
-        cls,
-        nodes: Sequence[BaseNode],
-        *,
-        engine: Session,
-        store: Packs,
-        fact_store: FactStore | None = None,
-        embedder: Embedder | BaseEmbedding | None = None,
-        path: str | os.PathLike[str] | None = None,
-        **settings: Any,
-    ) -> Self:
-        """An index over `nodes`.
-
-        Without `fact_store`, one is made, in Chroma at `path` or in memory. Its embedder is `embedder` (ours or
-        LlamaIndex's), else the `embed_model` set in LlamaIndex's settings, else the bundled MiniLM.
-        """
-        if fact_store is None and embedder is None:
-            settled = Settings._embed_model  # noqa: SLF001 - the public attribute would create one of OpenAI's
-            embedder = None if isinstance(settled, MockEmbedding) else settled
-        index = cls(engine, store, open_facts(fact_store, embedder, path), **settings)
+    def from_nodes(cls, nodes: Sequence[BaseNode], **settings: Any) -> Self:
+        """An index over `nodes`; `settings` are those of the class."""
+        index = cls(**settings)
         index.insert_nodes(nodes)
         return index
 
@@ -150,10 +135,6 @@ class KnowledgePackIndex(VectorStoreIndex):
             f"{type(vector_store).__name__} is no fact store. Keep your index, and pack what it finds: "
             "`index.as_query_engine(llm=llm, node_postprocessors=[KnowledgePackPostprocessor(engine=..., store=...)])`."
         )
-
-    def as_vector_store(self) -> KnowledgePackVectorStore:
-        """The index as a vector store, e.g. for an `IngestionPipeline`, whose changes and deletions it then follows."""
-        return cast("KnowledgePackVectorStore", self.vector_store)
 
     def as_retriever(self, **settings: Any) -> KnowledgePackRetriever:
         """A retriever; `settings` are those of `KnowledgePackRetriever`."""
@@ -167,47 +148,39 @@ class KnowledgePackIndex(VectorStoreIndex):
     ) -> BaseQueryEngine:
         """A `RetrieverQueryEngine`; `settings` are those of the retriever and of `RetrieverQueryEngine.from_args`.
 
-        With `citations` the prompt asks for sources by number: `response.source_nodes[n - 1]` is source n.
+        With `citations` the prompt asks for sources by number: `response.source_nodes[n - 1]` is source n. For a
+        `text_qa_template`, packs are compiled for their place there unless `compiled_for` names another.
         """
+        llm = llm or self.llm
+        settings = self._readable(llm, settings)
+        template = settings.get("text_qa_template")
         if citations:
             prompts = {"text_qa_template": CITATION_QA_TEMPLATE, "refine_template": CITATION_REFINE_TEMPLATE}
             numbered = [*settings.get("node_postprocessors", ()), NumberSources()]
             settings = {**prompts, **settings, "node_postprocessors": numbered}
-        elif (template := settings.get("text_qa_template")) and settings.get("content") != "text":
-            self._check_place(template, llm or self.llm)
-        return super().as_query_engine(llm or self.llm, **self._readable(llm, settings))
-
-    def _check_place(self, template: BasePromptTemplate, llm: LLMType) -> None:
-        """Say so if packs are compiled for another place than the first node's in prompts of `template`."""
-        if not isinstance(llm, KnowledgePackLLM):
-            return
-        try:
-            place = pack_place(template, llm)
-        except PromptError:  # The place differs from question to question.
-            return
-        if place != self._packing["compiled_for"]:
-            logger.warning(
-                "The packs of this index are compiled for another prompt, and are computed anew in prompts of this "
-                "`text_qa_template`. Give the index `compiled_for=kp_llamaindex.pack_place(template, llm)`."
-            )
+        elif template and isinstance(llm, KnowledgePackLLM) and settings.get("content") != "text":
+            with suppress(PromptError):  # The place differs from question to question.
+                settings = {"compiled_for": pack_place(template, llm), **settings}
+        return super().as_query_engine(llm, **settings)
 
     def as_chat_engine(
         self, chat_mode: ChatMode = ChatMode.BEST, llm: LLMType | None = None, **settings: Any
     ) -> BaseChatEngine:
         """A chat engine; `settings` are those of the retriever and of the engine's `from_defaults`."""
-        return super().as_chat_engine(chat_mode, llm or self.llm, **self._readable(llm, settings))
+        llm = llm or self.llm
+        return super().as_chat_engine(chat_mode, llm, **self._readable(llm, settings))
 
-    def _readable(self, llm: LLMType | None, settings: dict[str, Any]) -> dict[str, Any]:
+    def _readable(self, llm: LLMType, settings: dict[str, Any]) -> dict[str, Any]:
         """`settings`, with nodes as text for an LLM that does not resolve handles."""
         check_content(settings.get("content", "text"))
-        if isinstance(llm or self.llm, KnowledgePackLLM) or settings.get("content") == "text":
+        if isinstance(llm, KnowledgePackLLM) or settings.get("content") == "text":
             return settings
-        logger.warning("%s resolves no handles; nodes go to it as text.", type(llm or self.llm).__name__)
+        logger.warning("%s resolves no handles; nodes go to it as text.", type(llm).__name__)
         return {**settings, "content": "text"}
 
     def refresh_ref_docs(self, documents: Sequence[Document], **_: Any) -> list[bool]:
         """Insert new documents and update changed ones. Returns for each of `documents` whether it was either."""
-        facts = self.as_vector_store().facts_with(REF_DOC, [document.id_ for document in documents])
+        facts = self._vector_store.facts_with(REF_DOC, [document.id_ for document in documents])
         hashes = {fact.metadata[REF_DOC]: fact.metadata.get(REF_HASH) for fact in facts}
         changed = [hashes.get(document.id_) != document.hash for document in documents]
         for document, is_changed in zip(documents, changed, strict=True):
@@ -220,37 +193,23 @@ class KnowledgePackIndex(VectorStoreIndex):
         return await asyncio.to_thread(self.refresh_ref_docs, documents)
 
 
-class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
+class KnowledgePackVectorStore(BasePydanticVectorStore):
     """The facts of a `KnowledgePackIndex`, as a vector store of LlamaIndex that finds them as packs.
 
-    In an `IngestionPipeline`, it must also be the last step, as a pipeline stores no nodes without embeddings.
+    As `vector_store` of an `IngestionPipeline`, it follows its changes and deletions. A pipeline stores only nodes with
+    embeddings, but the fact store embeds: `MockEmbedding(embed_dim=1)` will do as the last of its transformations.
     """
 
     stores_text: bool = True
     is_embedding_query: bool = False
     delivery: Delivery = Field(exclude=True, repr=False)
     progress: bool = Field(default=True, exclude=True)
-    # A pipeline's cache tells stores apart by these fields.
-    embedder: str
-    namespace: str
-
-    @classmethod
-    def class_name(cls) -> str:
-        """Name in serialised form."""
-        return "KnowledgePackVectorStore"
 
     @property
     def client(self) -> FactStore:
         """The fact store."""
         store: FactStore = self.delivery.facts
         return store
-
-    def __call__(self, nodes: Sequence[BaseNode], **_: Any) -> Sequence[BaseNode]:
-        """Let a pipeline store `nodes`, except blank ones; it stores none without an embedding."""
-        for node in nodes:
-            if node.get_content().strip():
-                node.embedding = [0.0]  # The fact store embeds.
-        return nodes
 
     def add(self, nodes: Sequence[BaseNode], **_: Any) -> list[str]:
         """Add nodes and compile their packs."""
@@ -268,10 +227,6 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
     def delete(self, ref_doc_id: str, **_: Any) -> None:
         """Remove the nodes of a document, and their packs."""
         self.delivery.delete(where={REF_DOC: ref_doc_id})
-
-    async def acall(self, nodes: Sequence[BaseNode], **_: Any) -> Sequence[BaseNode]:
-        """As `__call__`, in a thread."""
-        return await asyncio.to_thread(self, nodes)
 
     async def async_add(self, nodes: Sequence[BaseNode], **_: Any) -> list[str]:
         """As `add`, in a thread."""
@@ -292,11 +247,14 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
         """The nodes that match, as text."""
         conditions = None if filters is None else to_where(filters)
-        return [to_node(fact) for fact in self.client.facts(ids=node_ids, where=conditions, namespace=self.namespace)]
+        return [
+            to_node(fact)
+            for fact in self.client.facts(ids=node_ids, where=conditions, namespace=self.delivery.namespace)
+        ]
 
     def clear(self) -> None:
         """Remove all nodes, and their packs."""
-        self.delete_nodes([fact.id for fact in self.client.facts(namespace=self.namespace)])
+        self.delete_nodes([fact.id for fact in self.client.facts(namespace=self.delivery.namespace)])
 
     def query(self, query: VectorStoreQuery, **_: Any) -> VectorStoreQueryResult:
         """The nodes nearest to the query's text. Raises `FactError` for other modes, and for a query without text."""
@@ -314,4 +272,4 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
     def facts_with(self, field: str, values: Iterable[object]) -> Iterator[Fact]:
         """The facts whose metadata `field` has one of these values."""
         for batch in iter_batch(dict.fromkeys(values), _NAMED):
-            yield from self.client.facts(where={field: {"$in": batch}}, namespace=self.namespace)
+            yield from self.client.facts(where={field: {"$in": batch}}, namespace=self.delivery.namespace)

@@ -35,12 +35,11 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import BaseTool
 from llama_index.core.types import PydanticProgramMode
 
-from kp_core import Session, find_handles, strip_handles
+from kp_core import find_handles, strip_handles
 from kp_core.engines.request import OPTIONS
-from kp_core.engines.shared import loaded_engine
 from kp_core.errors import SamplingError
 from kp_core.settings import GIVEN, ModelSettings
-from kp_llamaindex.messages import MEMORY, Answer, to_completion, to_messages
+from kp_llamaindex.messages import MEMORY, PartialAnswer, to_completion, to_messages, to_response
 
 __all__ = ["KnowledgePackLLM"]
 
@@ -91,7 +90,7 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
         if self.store is not None and self.store.blobs is not None:
             marks["store"] = str(self.store.blobs)
         data: dict[str, Any] = super().custom_model_dump(handler, info)
-        return data | marks | {"trusted_roles": sorted(self.trusted_roles)}
+        return data | marks
 
     @classmethod
     def class_name(cls) -> str:
@@ -101,13 +100,26 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
     @property
     def metadata(self) -> LLMMetadata:
         """Names and sizes. The context window is without `pack_budget`. Loads the engine."""
-        return self._metadata(self._engine())
+        positions = self._engine().max_positions
+        budget = self.pack_budget
+        if budget is None:
+            budget = 0 if self.store is None else positions // 2
+        if budget >= positions:
+            raise SamplingError(f"Got pack_budget={budget}; expected less than the model's {positions} positions.")
+        window = positions - budget
+        return LLMMetadata(
+            context_window=window,
+            num_output=self._defaults().max_tokens or min(_DEFAULT_OUTPUT, window // 2),
+            is_chat_model=True,
+            is_function_calling_model=True,
+            model_name=self.model_name,
+        )
 
     def to_payload(self) -> dict[str, Any]:
-        """The form for LlamaIndex's events. It does not load the engine, so that an event never waits for weights."""
-        engine = self.engine if self.engine is not None else loaded_engine(self.model, *self._where)
-        details = {"model_name": self.model_name} if engine is None else self._metadata(engine).model_dump()
-        return {"class_name": self.class_name(), **details}
+        """The form for LlamaIndex's events. It loads no model, so that an event never waits for weights."""
+        if self.engine is None:
+            return {"class_name": self.class_name(), "model_name": self.model_name}
+        return super().to_payload()
 
     def token_ids(self, text: str) -> list[int]:
         """Token ids of `text` in the model's own tokenizer, without handles, which are not sent."""
@@ -210,54 +222,38 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
         return FunctionCallingProgram.from_defaults(output_cls=output_cls, llm=self, prompt=prompt, tool_choice="any")
 
     def _chat(self, messages: Sequence[ChatMessage], options: Mapping[str, Any]) -> ChatResponse:
-        answer, request = Answer(), self._request(options, messages)
-        return answer.whole(self._engine().generate(to_messages(messages), **request))
+        request = self._request(options, messages)
+        return to_response(self._engine().generate(to_messages(messages), **request))
 
     async def _achat(self, messages: Sequence[ChatMessage], options: Mapping[str, Any]) -> ChatResponse:
-        answer, request = Answer(), self._request(options, messages)
+        request = self._request(options, messages)
         engine = await asyncio.to_thread(self._engine)
-        return answer.whole(await engine.agenerate(to_messages(messages), **request))
+        return to_response(await engine.agenerate(to_messages(messages), **request))
 
     def _stream(
         self, messages: Sequence[ChatMessage], options: Mapping[str, Any], form: Callable[[ChatResponse], T]
     ) -> Generator[T, None, None]:
-        answer, request = Answer(), self._request(options, messages)
+        answer, request = PartialAnswer(), self._request(options, messages)
         stream = self._engine().stream(to_messages(messages), **request)
 
         def pieces() -> Generator[T, None, None]:
             with closing(stream):
                 for delta in stream.deltas():
-                    yield form(answer.piece(delta))
-                yield form(answer.whole(stream.result(), delta=""))
+                    yield form(answer.add(delta))
+                yield form(to_response(stream.result(), delta=""))
 
         return pieces()
 
     async def _astream(
         self, messages: Sequence[ChatMessage], request: dict[str, Any], form: Callable[[ChatResponse], T]
     ) -> AsyncGenerator[T, None]:
-        answer = Answer()
+        answer = PartialAnswer()
         engine = await asyncio.to_thread(self._engine)
         async with aclosing(engine.astream(to_messages(messages), **request)) as stream:
             async for delta in stream.deltas():
-                yield form(answer.piece(delta))
+                yield form(answer.add(delta))
             if stream.generation is not None:
-                yield form(answer.whole(stream.generation, delta=""))
-
-    def _metadata(self, engine: Session) -> LLMMetadata:
-        positions = engine.max_positions
-        budget = self.pack_budget
-        if budget is None:
-            budget = 0 if self.store is None else positions // 2
-        if budget >= positions:
-            raise SamplingError(f"Got pack_budget={budget}; expected less than the model's {positions} positions.")
-        window = positions - budget
-        return LLMMetadata(
-            context_window=window,
-            num_output=self._defaults().max_tokens or min(_DEFAULT_OUTPUT, window // 2),
-            is_chat_model=True,
-            is_function_calling_model=True,
-            model_name=self.model_name,
-        )
+                yield form(to_response(stream.generation, delta=""))
 
     def _request(self, options: Mapping[str, Any], messages: Sequence[ChatMessage]) -> dict[str, Any]:
         """The fields, overridden by the options of one call. `stop=None` leaves the field's value.

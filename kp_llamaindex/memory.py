@@ -64,10 +64,6 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     def _describe_store(self, store: Packs) -> str:
         return str(store.blobs or store)
 
-    @field_serializer("trusted_roles")
-    def _describe_roles(self, roles: frozenset[str]) -> list[str]:
-        return sorted(roles)
-
     def text(self) -> str:
         """The text of all packs. Raises `PackNotFoundError` if the store lacks one of them."""
         texts = []
@@ -77,10 +73,6 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
                 raise PackNotFoundError(f"{self.store!r} has no pack {handle}, which this memory holds.")
             texts.append(pack.text)
         return "".join(texts)
-
-    def forget(self) -> None:
-        """Forget all handles. The packs stay in the store."""
-        self.handles = []
 
     async def _aget(self, messages: list[ChatMessage] | None = None, **block_kwargs: Any) -> str:
         return "\n".join(self.handles)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ from kp_core.errors import PromptError
 from kp_core.prompt.conversation import slotted, tool_call
 from kp_core.settings import core_role
 
-__all__ = ["MEMORY", "Answer", "pack_place", "to_completion", "to_messages"]
+__all__ = ["MEMORY", "PartialAnswer", "pack_place", "to_completion", "to_messages", "to_response"]
 
 MEMORY = "memory"
 """Key in the provenance of a pack: the name of the memory block that made it."""
@@ -69,28 +68,25 @@ def pack_place(template: BasePromptTemplate, llm: LLM | None = None, variable: s
     variants of a template and adds its system prompt. Raises `PromptError` if another variable stands before
     `variable`, as the text before the nodes then changes from call to call, or if `variable` is not in the template.
     """
-    marks = {name: f"\0{number}\0" for number, name in enumerate(dict.fromkeys((*template.template_vars, variable)))}
+    marks = {name: f"\0{number}\1" for number, name in enumerate(dict.fromkeys((*template.template_vars, variable)))}
     messages = template.format_messages(llm=llm, **marks)
     if llm is not None and llm.system_prompt:
         messages = [ChatMessage(role="system", content=llm.system_prompt), *messages]
     return slotted(to_messages(messages), variable, marks)
 
 
-class Answer:
-    """Builds the responses for one answer. Each response holds the whole message so far.
+class PartialAnswer:
+    """The answer of a stream so far. Its responses hold the whole message, the arguments of a call as a string.
 
-    The arguments of a call are a string while they stream, and a dictionary in the last response.
     `additional_kwargs["tool_calls"]` of the message repeats the calls in OpenAI's form, which LlamaIndex's structured
-    streaming looks for. Only the last response has `raw` (`usage`, `timings` in seconds and `finish_reason`) and, if
-    asked for, `logprobs`: for each token a list of itself and the likeliest others, best first.
+    streaming looks for.
     """
 
     def __init__(self) -> None:
-        self._began = time.perf_counter()
         self._text, self._reasoning = "", ""
         self._calls: list[ToolCallBlock] = []
 
-    def piece(self, delta: Delta) -> ChatResponse:
+    def add(self, delta: Delta) -> ChatResponse:
         """The response for `delta`."""
         self._text += delta.text
         self._reasoning += delta.reasoning
@@ -107,19 +103,23 @@ class Answer:
         message = _message(self._text, self._reasoning, self._calls)
         return ChatResponse(message=message, delta=delta.text, additional_kwargs=extra)
 
-    def whole(self, generation: Generation, delta: str | None = None) -> ChatResponse:
-        """The response with all of `generation`; `delta=""` for the last one of a stream."""
-        calls = [
-            ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=dict(call.arguments))
-            for call in generation.tool_calls
-        ]
-        cost = generation.usage
-        usage = cost.to_dict() | {"total_tokens": cost.prompt_tokens + cost.completion_tokens}
-        timings = {"ttft_s": usage.pop("ttft_s"), "total_s": time.perf_counter() - self._began}
-        raw = {"usage": usage, "timings": timings, "finish_reason": generation.finish_reason}
-        logprobs = None if generation.logprobs is None else [_logprobs(token) for token in generation.logprobs]
-        message = _message(generation.text, generation.reasoning, calls)
-        return ChatResponse(message=message, raw=raw, delta=delta, logprobs=logprobs)
+
+def to_response(generation: Generation, delta: str | None = None) -> ChatResponse:
+    """The response with all of `generation`; `delta=""` for the last one of a stream.
+
+    The arguments of a call are a dictionary. `raw` has `usage`, `timings` (in seconds) and `finish_reason`. `logprobs`,
+    if asked for, is for each token a list of itself and the likeliest others, best first.
+    """
+    calls = [
+        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=dict(call.arguments))
+        for call in generation.tool_calls
+    ]
+    cost = generation.usage
+    usage = cost.to_dict() | {"total_tokens": cost.prompt_tokens + cost.completion_tokens}
+    raw = {"usage": usage, "timings": {"ttft_s": usage.pop("ttft_s")}, "finish_reason": generation.finish_reason}
+    logprobs = None if generation.logprobs is None else [_logprobs(token) for token in generation.logprobs]
+    message = _message(generation.text, generation.reasoning, calls)
+    return ChatResponse(message=message, raw=raw, delta=delta, logprobs=logprobs)
 
 
 def to_completion(response: ChatResponse) -> CompletionResponse:

@@ -157,15 +157,12 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
     def _postprocess_nodes(
         self, nodes: Sequence[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
+        packed = list(nodes)
         todo = {at: PackNode.from_node(scored.node) for at, scored in enumerate(nodes) if not _stays(scored.node)}
         results = self.delivery.deliver([Hit(_fact_of(node, self.delivery.namespace), 0.0) for node in todo.values()])
-        packed_nodes = {
-            at: PackNode.from_node(node, str(result.handle or ""))
-            for (at, node), result in zip(todo.items(), results, strict=True)
-        }
-        return [
-            NodeWithScore(node=packed_nodes.get(at, scored.node), score=scored.score) for at, scored in enumerate(nodes)
-        ]
+        for (at, node), result in zip(todo.items(), results, strict=True):
+            packed[at] = NodeWithScore(node=PackNode.from_node(node, str(result.handle or "")), score=nodes[at].score)
+        return packed
 
 
 def check_content(content: object) -> None:

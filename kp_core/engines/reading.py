@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from contextvars import copy_context
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -370,8 +371,11 @@ async def in_thread(
     clean_up: Callable[[], None] | None = None,
     threads: ThreadPoolExecutor = _THREADS,
 ) -> T:
-    """Run `work` in a thread. Cancelling the task sets `cancel`; `clean_up` then runs once `work` has returned."""
-    future = asyncio.get_running_loop().run_in_executor(threads, work)
+    """Run `work` in a thread, in the context of the task.
+
+    Cancelling the task sets `cancel`; `clean_up` then runs once `work` has returned.
+    """
+    future = asyncio.get_running_loop().run_in_executor(threads, copy_context().run, work)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:

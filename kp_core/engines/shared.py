@@ -14,7 +14,7 @@ from kp_core.engines.base import Engine
 from kp_core.engines.session import Session
 from kp_core.errors import MissingDependencyError, ModelError, UnsupportedModelError
 
-__all__ = ["load_engine", "loaded_engine", "session_of", "shared_engine"]
+__all__ = ["load_engine", "session_of", "shared_engine"]
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +106,3 @@ def shared_engine(
             server_settings = {"engine": base_url, "api_key": api_key}
             _sessions[key] = load_engine(model, **server_settings if base_url else {"dtype": dtype, "device": device})
         return _sessions[key]
-
-
-def loaded_engine(*asked: str | None) -> Session | None:
-    """The session that `shared_engine` has for these settings; `None` if it is not loaded. Never waits."""
-    return _sessions.get(asked)

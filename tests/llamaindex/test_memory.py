@@ -83,7 +83,7 @@ async def test_a_store_without_the_packs(block, tmp_path):
     elsewhere = block.model_copy(update={"store": PackStore(tmp_path / "elsewhere")})
     with pytest.raises(PackNotFoundError, match="which this memory holds"):
         elsewhere.text()
-    block.forget()
+    block.handles = []
     assert block.text() == ""
 
 

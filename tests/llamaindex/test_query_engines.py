@@ -152,26 +152,29 @@ def test_sixty_nodes_in_one_call(usages, store, embedder):
     assert len(usages) > 1
 
 
-def test_packs_for_another_prompt_are_said_to_be_computed_anew(store, caplog, usages):
-    """Compiled for the prompt of the engine, the pack of the first node is read from the store."""
+@pytest.mark.parametrize("place", [None, "own"])
+def test_packs_are_compiled_for_the_prompt_of_the_engine(place, store, usages):
+    """The pack of the first node is then read from the store, for whatever prompt the index compiles packs."""
     template = PromptTemplate("{context_str}\n\nQuestion: {query_str}\nAnswer:")
     nodes = [TextNode(text=f"Pier {number} has {number} boats and no cranes at all.") for number in range(3)]
-    reused = []
-    for place in (None, "own"):
-        engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(CHATML), cache_bytes=20_000_000)
-        llm = KnowledgePackLLM(engine=engine, store=store, namespaces=["default"], max_tokens=4)
-        made = KnowledgePackIndex.from_nodes(
-            nodes,
-            engine=engine,
-            store=store,
-            fact_store=MemoryFactStore(LetterEmbedder()),
-            llm=llm,
-            compiled_for=place and pack_place(template, llm),
-            progress=False,
-        )
-        engine.clear_cache()
-        caplog.clear()
-        made.as_query_engine(similarity_top_k=1, text_qa_template=template).query("How many boats?")
-        reused.append(usages[-1]["reused_tokens"])
-        assert ("compiled_for=kp_llamaindex.pack_place" in caplog.text) == (place is None)
-    assert reused[0] < 20 < reused[1]
+    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(CHATML), cache_bytes=20_000_000)
+    llm = KnowledgePackLLM(engine=engine, store=store, namespaces=["default"], max_tokens=4)
+    made = KnowledgePackIndex.from_nodes(
+        nodes,
+        engine=engine,
+        store=store,
+        fact_store=MemoryFactStore(LetterEmbedder()),
+        llm=llm,
+        compiled_for=place and pack_place(template, llm),
+        progress=False,
+    )
+    own = made.as_query_engine(similarity_top_k=1, text_qa_template=template, precompile="now")
+    own.query("How many boats?")
+    engine.clear_cache()
+    own.query("How many cranes?")
+    assert usages[-1]["reused_tokens"] > 20
+    # For another prompt, the pack is computed anew.
+    other = made.as_query_engine(similarity_top_k=1, text_qa_template=template, compiled_for="system")
+    engine.clear_cache()
+    other.query("How many boats?")
+    assert usages[-1]["reused_tokens"] < 20

@@ -14,7 +14,7 @@ from kp_core import Delta, ToolCallDelta, load_engine
 from kp_core.errors import ToolError
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 from kp_llamaindex import KnowledgePackLLM, to_messages
-from kp_llamaindex.messages import Answer, to_completion
+from kp_llamaindex.messages import PartialAnswer, to_completion
 from tests.conftest import tiny_engine
 
 
@@ -174,14 +174,14 @@ def test_calls_and_results_go_back_to_the_model(tiny):
 
 
 def test_reasoning_becomes_a_thinking_block():
-    answer = Answer()
+    answer = PartialAnswer()
     parts = [
-        answer.piece(Delta(reasoning="Hm")),
-        answer.piece(Delta(reasoning=".")),
-        answer.piece(Delta(text="Yes.")),
-        answer.piece(Delta(tool_call=ToolCallDelta(0, "a", "f", ""))),
-        answer.piece(Delta(tool_call=ToolCallDelta(0, arguments='{"x": 1}'))),
-        answer.piece(Delta(tool_call=ToolCallDelta(1, "b", "g", "{}"))),
+        answer.add(Delta(reasoning="Hm")),
+        answer.add(Delta(reasoning=".")),
+        answer.add(Delta(text="Yes.")),
+        answer.add(Delta(tool_call=ToolCallDelta(0, "a", "f", ""))),
+        answer.add(Delta(tool_call=ToolCallDelta(0, arguments='{"x": 1}'))),
+        answer.add(Delta(tool_call=ToolCallDelta(1, "b", "g", "{}"))),
     ]
     assert [part.additional_kwargs.get("thinking_delta") for part in parts[:3]] == ["Hm", ".", None]
     assert parts[1].message.blocks == [ThinkingBlock(content="Hm."), TextBlock(text="")]
