@@ -1,4 +1,4 @@
-"""`kp build`, `add`, `edit`, `remove`, `gc`, `sync`, `size`: add facts to collections, correct and remove them."""
+"""`kp build`, `add`, `edit`, `remove`, `gc`, `size`: add facts to collections, correct and remove them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from kp_core.packs.store import PackStore
 from kp_core.progress import bar_of
 from kp_serve.engine import VLLMEngine
 
-__all__ = ["add", "build", "edit", "gc", "remove", "size", "sync"]
+__all__ = ["add", "build", "edit", "gc", "remove", "size"]
 
 logger = logging.getLogger(__name__)
 
@@ -279,51 +279,37 @@ def remove(  # noqa: PLR0913 - one parameter per option
         if not dry_run:
             for space in {fact.namespace for fact in matching}:
                 collection.delete([fact.id for fact in matching if fact.namespace == space], namespace=space)
-            packs, note = _collect(collection, options.folder(place, collection)), _vacuum(collection, wanted=vacuum)
+            packs, _ = _collect(collection, options.folder(place, collection))
+            note = _vacuum(collection, wanted=vacuum)
             report |= {"packs": packs, "vacuumed": not note}
             message = f"Facts removed: {len(matching)}; packs: {packs}; facts left: {len(collection)}.{note}"
         tell({**report, "facts": len(collection)}, message, as_json=as_json)
 
 
 @spread
-def gc(
-    place: Place, *, vacuum: _Vacuum = True, options: ReadOptions, wait: _Wait = 0.0, as_json: JsonFlag = False
-) -> None:
-    """Remove packs that no fact uses any more, and erase removed facts from the disk."""
-    with options.reading(place, searched=False, read_only=False, wait=wait) as collection:
-        packs = _collect(collection, options.folder(place, collection))
-        note = "" if collection.read_only else _vacuum(collection, wanted=vacuum)
-    report = {"packs": packs, "vacuumed": not (collection.read_only or note)}
-    tell(report, f"Packs removed: {packs}.{note}", as_json=as_json)
-
-
-@spread
-def sync(
+def gc(  # noqa: PLR0913 - one parameter per option or group of options
     place: Place,
     *,
-    namespace: Annotated[str, typer.Option(help="Namespace of the packs.", callback=checked_namespace)] = "default",
+    namespace: MaybeNamespace = None,
+    vacuum: _Vacuum = True,
     options: ReadOptions,
+    wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove packs whose documents have changed in a Chroma database of yours, or are gone from it.
+    """Remove packs that no fact uses any more, and erase removed facts from the disk.
 
-    It looks at the packs of one namespace, which should be of one collection. The database is only read. For
-    collections that `kp` made there is `kp gc`.
+    Of a Chroma database of yours, which is only read: packs whose documents have changed or are gone. It looks at the
+    packs of one namespace, which should be of one collection.
     """
-    with options.reading(place, searched=False) as collection:
-        if collection.collection is None:
-            raise FactError(
-                f"{place} is a collection that `kp` made; `kp gc {place}` removes packs that it does not use."
-            )
-        folder = options.folder(place, collection)
-        delivery = Delivery(None, None, PackStore(folder), namespace=namespace) if is_store(folder) else None
-        removed = delivery.sync(lambda _: (fact.text for fact in collection.facts())) if delivery else []
-    left = len(delivery.compiled()) if delivery else 0
-    report = {"removed": list(map(str, removed)), "packs": left}
-    said = f"Packs removed: {len(removed)}; left: {left}."
-    if not removed and not left:
-        said = f"There are no packs of the namespace {namespace!r} in {folder}. Check --packs and --namespace."
-    tell(report, said, as_json=as_json)
+    with options.reading(place, namespace=namespace, searched=False, read_only=False, wait=wait) as collection:
+        is_theirs, folder = collection.read_only, options.folder(place, collection)
+        # What others store has no namespaces.
+        removed, left = _collect(collection, folder, namespace or ("default" if is_theirs else None))
+        note = "" if is_theirs else _vacuum(collection, wanted=vacuum)
+    if is_theirs and not (removed or left):
+        note = f" There are no packs of the namespace {namespace or 'default'!r} in {folder}: check --packs."
+    report = {"packs": removed, "left": left, "vacuumed": not (is_theirs or note)}
+    tell(report, f"Packs removed: {removed}; left: {left}.{note}", as_json=as_json)
 
 
 _STORED: dict[Compression, str] = {
@@ -450,10 +436,15 @@ def _compile_there(server: VLLMEngine, units: Sequence[Fact], unit: Unit) -> Non
             pass  # An error in a thread is raised here, and cancels the rest.
 
 
-def _collect(facts: ChromaFactStore, folder: str | Path) -> int:
-    """Remove the packs in `folder` that no fact uses any more. Returns their number."""
-    namespace = None if facts.collection is None else "default"  # What others store has no namespaces.
-    return len(Delivery(facts, None, PackStore(folder), namespace=namespace).gc()) if is_store(folder) else 0
+def _collect(facts: ChromaFactStore, folder: str | Path, namespace: str | None = None) -> tuple[int, int]:
+    """Remove the packs in `folder`, of `namespace` if given, that no fact uses any more. Returns how many, and how many
+    are left.
+    """
+    if not is_store(folder):
+        return 0, 0
+    store = PackStore(folder)
+    removed = Delivery(facts, None, store, namespace=namespace).gc()
+    return len(removed), len(list(store.handles(namespace)))
 
 
 def _vacuum(facts: ChromaFactStore, *, wanted: bool) -> str:
