@@ -22,7 +22,6 @@ from kp_cli.shared import (
     console,
     is_collection,
     is_store,
-    located,
     open_collection,
     spread,
     table_of,
@@ -54,18 +53,16 @@ def inspect(
     as_json: JsonFlag = False,
 ) -> None:
     """Show what it holds: facts, namespaces, embedder, banks, sizes, fingerprints."""
-    target = located(path)
     if is_collection(path):
         with open_collection(path, options, read_only=True) as facts:
             report = _about_collection(facts)
             folder = options.folder(path, facts)
         if is_store(folder):
             report["packs"] = _about_store(folder)
-    elif is_store(target):
-        report = _about_store(target)
+    elif is_store(path):
+        report = _about_store(path)
     else:
-        file = _pack_file(path)
-        report = _about_pack(_read(file)) | {"file_bytes": file.stat().st_size}
+        report = _about_pack(_read_pack(path)) | {"file_bytes": Path(path).stat().st_size}
     tell(report, table_of(report), as_json=as_json)
 
 
@@ -84,7 +81,7 @@ def status(
 
     `used` is written once a minute, and when a process ends.
     """
-    place = located(path)
+    place = path
     if is_collection(path):
         with open_collection(path, options, read_only=True) as facts:
             place = options.folder(path, facts)
@@ -159,9 +156,9 @@ def _conclusion(path: str, faults: int, left: int, *, repair: bool) -> str:
     return f"Not repaired: {left}." if left else "All of it was repaired."
 
 
-def _check(path: str, options: PlaceOptions) -> tuple[list[str], list[str], str | Path]:
+def _check(path: str, options: PlaceOptions) -> tuple[list[str], list[str], str]:
     """Faults, packs that no fact uses any more, and the place of the packs."""
-    faults, orphans, packs = list[str](), list[str](), located(path)
+    faults, orphans, packs = list[str](), list[str](), path
     if is_collection(path):
         try:
             with open_collection(path, options, read_only=True) as facts:
@@ -172,18 +169,18 @@ def _check(path: str, options: PlaceOptions) -> tuple[list[str], list[str], str 
         except FactError as error:
             if is_url(path) or isinstance(error, FactStoreLockedError):
                 raise
-            return [str(error)], orphans, Path(path) / "packs"
+            return [str(error)], orphans, str(Path(path) / "packs")
     if is_store(packs):
         faults += [f"The pack {handle}: {reason}" for handle, reason in PackStore(packs).verify()]
     elif not is_collection(path):
         try:
-            _read(_pack_file(path))
+            _read_pack(path)
         except PackError as error:
             faults = [str(error)]
     return faults, orphans, packs
 
 
-def _repair(path: str, options: PlaceOptions, packs: str | Path) -> list[str]:
+def _repair(path: str, options: PlaceOptions, packs: str) -> list[str]:
     """Repair a collection, and make damaged packs lazy, from their text. Returns the faults of those without text."""
     lost = list[str]()
     if is_collection(path):
@@ -245,20 +242,14 @@ def _difference(session: Session, store: PackStore, handle: Handle, pack: Knowle
     return "its tokens are those of its text at no position of the template; it is computed again at each use."
 
 
-def _pack_file(path: str) -> Path:
-    """The path of a pack file. Raises `FactError` if it is nothing of ours."""
-    file = located(path)
-    if not isinstance(file, Path) or not file.is_file():
+def _read_pack(path: str) -> KnowledgePack:
+    """The pack in a file. Raises `FactError` if there is no file, `PackError` if it is not a pack or damaged."""
+    if not Path(path).is_file():
         raise FactError(f"{path} is neither a collection, nor a store of packs, nor a pack file. {_HINT}")
-    return file
-
-
-def _read(file: Path) -> KnowledgePack:
-    """The pack in a file. Raises `PackError` with the file's name if it is not a pack or damaged."""
     try:
-        return read_pack(file.read_bytes())
+        return read_pack(Path(path).read_bytes())
     except PackError as error:
-        raise PackError(f"{file} is no pack file, or damaged: {error}") from error
+        raise PackError(f"{path} is no pack file, or damaged: {error}") from error
 
 
 def _about_collection(store: ChromaFactStore) -> dict[str, Any]:
@@ -278,12 +269,12 @@ def _about_collection(store: ChromaFactStore) -> dict[str, Any]:
     }
 
 
-def _about_store(path: str | Path) -> dict[str, Any]:
+def _about_store(path: str) -> dict[str, Any]:
     store = PackStore(path)
     entries = [entry for handle in store for entry in store.entries(handle)]
     kept_entries = list(store.kept())
     return {
-        "store": str(path),
+        "store": path,
         "packs": len(store),
         "entries": len(entries),
         "with_kv": sum(entry.stored_bytes > 0 for entry in entries),
@@ -299,7 +290,7 @@ def _about_store(path: str | Path) -> dict[str, Any]:
     }
 
 
-def _about_sources(place: str | Path) -> dict[str, Any]:
+def _about_sources(place: str) -> dict[str, Any]:
     """The packs of a store, added up by the source that they were made of."""
     store = PackStore(place)
     used, sources = store.last_used(), dict[str, dict[str, Any]]()
@@ -318,7 +309,7 @@ def _about_sources(place: str | Path) -> dict[str, Any]:
     rows = sorted(sources.items(), key=lambda item: -(item[1]["used"] or 0))
     kept = list(store.kept())
     return {
-        "store": str(place),
+        "store": place,
         "sources": [{"source": source, **row} for source, row in rows],
         "kept": {"entries": len(kept), "bytes": sum(entry.nbytes for entry in kept), "max_bytes": store.keep_bytes},
         "max_bytes": store.max_bytes,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -26,23 +25,15 @@ from kp_core.errors import ModelChangedError, ModelError
 
 __all__ = ["down", "up"]
 
-_UNITS = {"s": 1, "m": 60, "h": 3600}
 _REQUEST_BYTES, _REQUEST_S = 1 << 20, 5.0
-
-
-def _seconds(time_: str) -> float:
-    """Seconds in `90s`, `15m` or `2h`."""
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", time_):
-        return float(match[1]) * _UNITS[match[2]]
-    raise typer.BadParameter(f"Got {time_!r}; expected a number with s, m or h, e.g. 15m.")
 
 
 @spread
 def up(
     *,
-    idle: Annotated[str, typer.Option(metavar="TIME", help="End after this time without a command: 90s, 15m, 2h.")] = (
-        "15m"
-    ),
+    idle: Annotated[
+        float, typer.Option(metavar="MINUTES", min=0.01, help="End after this time without a command.")
+    ] = 15,
     here: Annotated[bool, typer.Option("--here", help="Stay in this process, not in the background.")] = False,
     model: ModelOptions,
 ) -> None:
@@ -50,7 +41,6 @@ def up(
 
     They are used with the same --model, --engine and --dtype; commands with others load their own.
     """
-    idle_s = _seconds(idle)
     if not hasattr(socket, "AF_UNIX"):
         raise ModelError("`kp up` needs Unix sockets, which this system lacks.")
     with connected() as connection:
@@ -63,12 +53,12 @@ def up(
         session = model.load()
         RESIDENT[model.key] = session
         try:
-            _serve(idle_s)
+            _serve(60 * idle)
         finally:
             RESIDENT.clear()
             session.close()
         return
-    passed = {"--model": model.model, "--engine": model.engine, "--dtype": model.dtype, "--idle": idle}
+    passed = {"--model": model.model, "--engine": model.engine, "--dtype": model.dtype, "--idle": str(idle)}
     options = [part for name, value in passed.items() if value is not None for part in (name, value)]
     log = folder / "log"
     with log.open("wb") as file, waiting("Loading the model"):
@@ -84,7 +74,7 @@ def up(
             time.sleep(0.1)
             with connected() as connection:
                 is_up = connection is not None
-    typer.echo(f"The model stays loaded, until `kp down` or {idle} without a command.")
+    typer.echo(f"The model stays loaded, until `kp down` or {idle:g} minutes without a command.")
 
 
 def down() -> None:

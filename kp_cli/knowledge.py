@@ -30,7 +30,6 @@ from kp_cli.shared import (
     filter_of,
     is_collection,
     is_store,
-    located,
     open_collection,
     print_json,
     spread,
@@ -233,7 +232,7 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
     as_json: JsonFlag = False,
 ) -> None:
     """Correct a fact of a collection, or a pack of a store. The old pack stays under its own handle."""
-    if is_store(located(place)):
+    if is_store(place):
         store, old_handle, session = PackStore(place), Handle.parse(name), model.load()
         pack = editing.edit(store.get(old_handle, PackKey(session.fingerprint)), old, new, session, how=how)
         new_handle = store.put(pack)
@@ -436,7 +435,7 @@ def _compile_there(server: VLLMEngine, units: Sequence[Fact], unit: Unit) -> Non
             pass  # An error in a thread is raised here, and cancels the rest.
 
 
-def _collect(facts: ChromaFactStore, folder: str | Path, namespace: str | None = None) -> tuple[int, int]:
+def _collect(facts: ChromaFactStore, folder: str, namespace: str | None = None) -> tuple[int, int]:
     """Remove the packs in `folder`, of `namespace` if given, that no fact uses any more. Returns how many, and how many
     are left.
     """

@@ -41,7 +41,7 @@ def beside(kp: Kp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)  # noqa: S603, PLW1510
         return done.returncode, done.stdout, done.stderr
 
-    def serve(asking: Callable[[Callable[..., tuple[int, str, str]]], None], idle: str = "60s") -> int:
+    def serve(asking: Callable[[Callable[..., tuple[int, str, str]]], None], idle: str = "1") -> int:
         errors: list[BaseException] = []
 
         def ask() -> None:
@@ -112,7 +112,7 @@ def test_what_is_no_request_of_ours_changes_nothing(beside: Callable[..., int]) 
 
 
 def test_it_ends_by_itself_and_others_cannot_take_its_place(kp: Kp, beside: Callable[..., int]) -> None:
-    assert beside(lambda _: None, "0.2s") == 0
+    assert beside(lambda _: None, "0.01") == 0
     assert "There is no resident engine." in kp("down")[1]
     assert kp("up", "--idle", "soon")[0] == 2
     run_folder().chmod(0o755)
