@@ -272,7 +272,6 @@ def _about_collection(store: ChromaFactStore) -> dict[str, Any]:
 def _about_store(path: str) -> dict[str, Any]:
     store = PackStore(path)
     entries = [entry for handle in store for entry in store.entries(handle)]
-    kept_entries = list(store.kept())
     return {
         "store": path,
         "packs": len(store),
@@ -282,11 +281,18 @@ def _about_store(path: str) -> dict[str, Any]:
         "bytes": store.nbytes,
         "compression": dict(Counter(entry.compression for entry in entries if entry.stored_bytes)),
         "fingerprints": dict(Counter(entry.fingerprint.id for entry in entries)),
-        "kept": {
-            "entries": len(kept_entries),
-            "tokens": sum(len(entry.token_ids) for entry in kept_entries),
-            "bytes": sum(entry.nbytes for entry in kept_entries),
-        },
+        "kept": _about_kept(store),
+    }
+
+
+def _about_kept(store: PackStore) -> dict[str, int]:
+    """The KV that is kept behind packs."""
+    entries = list(store.kept())
+    return {
+        "entries": len(entries),
+        "tokens": sum(len(entry.token_ids) for entry in entries),
+        "bytes": sum(entry.nbytes for entry in entries),
+        "max_bytes": store.keep_bytes,
     }
 
 
@@ -307,11 +313,10 @@ def _about_sources(place: str) -> dict[str, Any]:
         row["bytes"] += sum(entry.stored_bytes for entry in entries)
         row["used"] = max(row["used"] or 0, used.get(str(handle), 0)) or None
     rows = sorted(sources.items(), key=lambda item: -(item[1]["used"] or 0))
-    kept = list(store.kept())
     return {
         "store": place,
         "sources": [{"source": source, **row} for source, row in rows],
-        "kept": {"entries": len(kept), "bytes": sum(entry.nbytes for entry in kept), "max_bytes": store.keep_bytes},
+        "kept": _about_kept(store),
         "max_bytes": store.max_bytes,
     }
 
@@ -323,19 +328,18 @@ def _sources_table(report: dict[str, Any]) -> Group:
     for name in ("packs", "with KV", "tokens", "MB", "used"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows[:_MOST_ROWS]:
-        table.add_row(row["source"], *_cells(row), _ago(row["used"]))
-    names = ("packs", "with_kv", "tokens", "bytes")
-    more, total = ({name: sum(row[name] for row in part) for name in names} for part in (rows[_MOST_ROWS:], rows))
-    if len(rows) > _MOST_ROWS:
-        table.add_row(f"{len(rows) - _MOST_ROWS:,} more", *_cells(more), "")
+        table.add_row(row["source"], *_sums([row]), _ago(row["used"]))
+    if more := rows[_MOST_ROWS:]:
+        table.add_row(f"{len(more):,} more", *_sums(more), "")
     table.add_section()
-    table.add_row("all", *_cells(total), "")
+    table.add_row("all", *_sums(rows), "")
     kept_line = f"KV behind packs: {kept['bytes'] / 1e6:,.1f} MB kept, of at most {kept['max_bytes'] / 1e6:,.0f}."
     return Group(f"Store: {report['store']}", table, kept_line)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    return [*(f"{row[name]:,}" for name in ("packs", "with_kv", "tokens")), f"{row['bytes'] / 1e6:,.1f}"]
+def _sums(rows: list[dict[str, Any]]) -> list[str]:
+    counts = [f"{sum(row[name] for row in rows):,}" for name in ("packs", "with_kv", "tokens")]
+    return [*counts, f"{sum(row['bytes'] for row in rows) / 1e6:,.1f}"]
 
 
 def _ago(moment: float | None) -> str:

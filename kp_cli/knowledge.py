@@ -41,7 +41,7 @@ from kp_core.compiling import compile_cost, estimate_units, find_compiled, prove
 from kp_core.delivery import KV, Delivery, Unit
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, PackError, SourceError
-from kp_core.facts import Added, ChromaFactStore, Fact, FactStore
+from kp_core.facts import ChromaFactStore, Fact, FactStore
 from kp_core.facts.sources import OnError, read_dataset, read_facts
 from kp_core.facts.sources.drafts import STDIN
 from kp_core.facts.store import BANK_SIZE
@@ -56,7 +56,6 @@ __all__ = ["add", "build", "edit", "gc", "remove", "size"]
 
 logger = logging.getLogger(__name__)
 
-_ADDED_AT_ONCE = 256
 _SERVER_THREADS = 8
 _SHOWN = 5
 MUCH_BYTES = 10**9
@@ -162,15 +161,15 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
     if session is not None and isinstance(session.engine, VLLMEngine) and compress is not None:
         raise typer.BadParameter(f"Got --compress {compress}, but `kp serve --compress` decides for a server.")
     with open_collection(place, options, new=True, wait=wait, bank_size=bank_size) as collection:
-        report = _ingest(collection, facts, files, source.ttl, skipped)
+        report = _ingest(collection, facts, files, skipped, ttl=source.ttl)
         if bank_size:
             collection.rebuild()
         if not as_json:
             tell(report, _ingested(report), as_json=False)
         if session is not None:
-            store = PackStore(options.folder(place, collection))
-            delivery = Delivery(collection, session, store, unit=unit, kv=kv, compress=compress or "none")
-            report["plan"] = _compile(delivery, session, store, as_json=as_json)
+            folder = options.folder(place, collection)
+            delivery = Delivery(collection, session, folder, unit=unit, kv=kv, compress=compress or "none")
+            report["plan"] = _compile(delivery, session, as_json=as_json)
         if not as_json and len(collection):
             typer.echo(fitted(f'`kp ask {place} "QUESTION"` answers from it.'))
     if as_json:
@@ -185,31 +184,26 @@ def add(  # noqa: PLR0913 - one parameter per option or group of options
     fact: Annotated[list[str] | None, typer.Option("--fact", metavar="TEXT", help="A fact; may be repeated.")] = None,
     fact_id: Annotated[str, typer.Option("--id", help="Id of the one --fact; default: a digest of it.")] = "",
     title: Annotated[str, typer.Option(help="Title of --fact.")] = "",
-    replace: Annotated[bool, typer.Option("--replace", help="Replace the fact that has this --id.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace facts that have the same ids.")] = False,
     source: SourceOptions,
     options: PlaceOptions,
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Add facts to a collection. --replace also removes the packs of the old text."""
+    """Add facts to a collection. --replace also removes the packs of old texts."""
     texts = fact or []
     if not files and not texts and source.dataset is None:
         raise typer.BadParameter("Got neither files nor --fact nor --dataset; give at least one.")
-    if (fact_id or replace) and len(texts) != 1:
-        raise typer.BadParameter("--id and --replace go with exactly one --fact.")
-    if replace and not fact_id:
-        raise typer.BadParameter("--replace needs --id.")
+    if fact_id and len(texts) != 1:
+        raise typer.BadParameter("--id goes with exactly one --fact.")
     skipped: list[SourceError] = []
     facts = source.facts(files or [], skipped)
     with open_collection(place, options, wait=wait) as collection:
         new_facts = [Fact(text, title=title, id=fact_id, namespace=source.namespace or "default") for text in texts]
+        facts = itertools.chain(new_facts, facts)
+        report = _ingest(collection, facts, files, skipped, ttl=source.ttl, overwrite=replace)
         if replace:
-            replacement = collection.update(new_facts[0])
             _collect(collection, options.folder(place, collection))
-            data = {"id": replacement.id, "version": replacement.version}
-            tell(data, f"{replacement.id} has version {replacement.version}.", as_json=as_json)
-            return
-        report = _ingest(collection, itertools.chain(new_facts, facts), files, source.ttl, skipped)
     tell(report, _ingested(report), as_json=as_json)
 
 
@@ -359,22 +353,23 @@ def _ingest(
     collection: ChromaFactStore,
     facts: Iterable[Fact],
     files: Iterable[Path] | None,
-    ttl: float | None,
     skipped: list[SourceError],
+    **settings: Any,  # noqa: ANN401 - those of `FactStore.add`
 ) -> dict[str, Any]:
-    """Add facts in batches, with a progress bar that counts bytes of the files.
+    """Add facts, with a progress bar that counts bytes of the files.
 
     Returns as JSON: the result for the facts, the rows in `skipped`, and the number of facts in the collection.
     """
+
+    def read() -> Iterator[Fact]:
+        for fact in facts:
+            bar.update(len(fact.text.encode()))
+            yield fact
+
     # Standard input is not a file; its size is unknown.
     total = sum(path.stat().st_size for root in files or () for path in (root, *root.rglob("*")) if path.is_file())
-    added, remaining, read_count = Added(), iter(facts), 0
     with bar_of("Adding", total or None, "B") as bar, waiting("Embedding facts"):
-        while batch := list(itertools.islice(remaining, _ADDED_AT_ONCE)):
-            added += collection.add(batch, ttl=ttl)
-            read_count += len(batch)
-            bar.set_postfix(facts=read_count, refresh=False)
-            bar.update(sum(len(fact.text.encode()) for fact in batch))
+        added = collection.add(read(), **settings)
         bar.update(max(0, total - bar.n))  # A file has more bytes than its text.
     return {**asdict(added), "skipped": [str(error) for error in skipped], "facts": len(collection)}
 
@@ -384,19 +379,19 @@ def _ingested(report: Mapping[str, Any]) -> str:
     added, stored, skipped = report["added"], report["duplicates"], len(report["skipped"])
     lines = [f"Facts added: {added}; already stored: {stored}; rows skipped: {skipped}."]
     if not (added or stored or skipped):
-        lines.append("Nothing was found there. JSON lines, CSV, text, Markdown, Word, PDF and")
-        lines.append("HTML are read; `kp build --help` says more.")
+        types = "JSON lines, CSV, text, Markdown, Word, PDF and HTML"
+        lines.append(f"Nothing was found there. {types} are read; `kp build --help` says more.")
     if corrected := report["superseded"]:
         ids = ", ".join(corrected[:_SHOWN]) + (", …" if len(corrected) > _SHOWN else "")
         lines.append(f"Corrected in the collection earlier, and left as they are: {ids}.")
     return "\n".join([*lines, f"Now {counted(report['facts'], 'fact')}."])
 
 
-def _compile(delivery: Delivery, session: Session, store: PackStore, *, as_json: bool) -> dict[str, Any]:
+def _compile(delivery: Delivery, session: Session, *, as_json: bool) -> dict[str, Any]:
     """Print the cost, compile, and return the cost as JSON. An interrupted run continues where it stopped."""
     units, is_lazy, compress = delivery.all_units(), delivery.kv == "lazy", delivery.compress
     server = session.engine if isinstance(session.engine, VLLMEngine) and not is_lazy else None
-    compiled, _ = find_compiled(units, session, store, lazy=is_lazy, accept=compress == "int8")
+    compiled, _ = find_compiled(units, session, delivery.store, lazy=is_lazy, accept=compress == "int8")
     missing = [unit.text for unit in units if (unit.namespace, unit.text) not in compiled]
     cost, stored = compile_cost(missing, session, lazy=is_lazy, compress=compress), len(units) - len(missing)
     plan: dict[str, Any] = {"packs": cost.packs, "tokens": cost.tokens, "stored": stored, "compress": compress}

@@ -101,7 +101,7 @@ def test_commands_run_there(kp: Kp, bank: Path, beside: Callable[..., int], tmp_
 
 def test_what_is_no_request_of_ours_changes_nothing(beside: Callable[..., int]) -> None:
     def asking(_: Callable[..., tuple[int, str, str]]) -> None:
-        for line in (b"GET / HTTP/1.1", b"5", b"{}", b'{"arguments": ["ask"]}', b"[]", b""):
+        for line in (b"GET / HTTP/1.1", b"5", b"{}", b'{"arguments": ["ask"]}', b"[]", b" "):
             with connected() as connection:
                 assert connection is not None
                 connection.sendall(line + b"\n")
