@@ -22,7 +22,6 @@ from kp_cli.shared import (
     console,
     is_collection,
     is_store,
-    open_collection,
     spread,
     table_of,
     tell,
@@ -54,7 +53,7 @@ def inspect(
 ) -> None:
     """Show what it holds: facts, namespaces, embedder, banks, sizes, fingerprints."""
     if is_collection(path):
-        with open_collection(path, options, read_only=True) as facts:
+        with options.open(path, read_only=True) as facts:
             report = _about_collection(facts)
             folder = options.folder(path, facts)
         if is_store(folder):
@@ -83,7 +82,7 @@ def status(
     """
     place = path
     if is_collection(path):
-        with open_collection(path, options, read_only=True) as facts:
+        with options.open(path, read_only=True) as facts:
             place = options.folder(path, facts)
     if not is_store(place):
         if is_collection(path):
@@ -161,7 +160,7 @@ def _check(path: str, options: PlaceOptions) -> tuple[list[str], list[str], str]
     faults, orphans, packs = list[str](), list[str](), path
     if is_collection(path):
         try:
-            with open_collection(path, options, read_only=True) as facts:
+            with options.open(path, read_only=True) as facts:
                 packs, faults = options.folder(path, facts), list(facts.verify())
                 with suppress(FactError):  # Raised if banks are not made yet: only they tell which packs are used.
                     store = PackStore(packs) if is_store(packs) else None
@@ -185,7 +184,7 @@ def _repair(path: str, options: PlaceOptions, packs: str) -> list[str]:
     lost = list[str]()
     if is_collection(path):
         try:
-            with open_collection(path, options) as facts:
+            with options.open(path) as facts:
                 facts.verify(repair=True)
         except FactStoreLockedError:
             raise

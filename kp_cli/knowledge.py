@@ -30,7 +30,6 @@ from kp_cli.shared import (
     filter_of,
     is_collection,
     is_store,
-    open_collection,
     print_json,
     spread,
     tell,
@@ -160,7 +159,7 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
     session = model.load() if compiled else None
     if session is not None and isinstance(session.engine, VLLMEngine) and compress is not None:
         raise typer.BadParameter(f"Got --compress {compress}, but `kp serve --compress` decides for a server.")
-    with open_collection(place, options, new=True, wait=wait, bank_size=bank_size) as collection:
+    with options.open(place, new=True, wait=wait, bank_size=bank_size) as collection:
         report = _ingest(collection, facts, files, skipped, ttl=source.ttl)
         if bank_size:
             collection.rebuild()
@@ -198,7 +197,7 @@ def add(  # noqa: PLR0913 - one parameter per option or group of options
         raise typer.BadParameter("--id goes with exactly one --fact.")
     skipped: list[SourceError] = []
     facts = source.facts(files or [], skipped)
-    with open_collection(place, options, wait=wait) as collection:
+    with options.open(place, wait=wait) as collection:
         new_facts = [Fact(text, title=title, id=fact_id, namespace=source.namespace or "default") for text in texts]
         facts = itertools.chain(new_facts, facts)
         report = _ingest(collection, facts, files, skipped, ttl=source.ttl, overwrite=replace)
@@ -231,7 +230,7 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
         pack = editing.edit(store.get(old_handle, PackKey(session.fingerprint)), old, new, session, how=how)
         new_handle = store.put(pack)
     else:
-        with open_collection(place, options, wait=wait) as collection:
+        with options.open(place, wait=wait) as collection:
             fact = collection.get(_full_id(name, collection))
             session, store = model.load(), PackStore(options.folder(place, collection))
             delivery = Delivery(collection, session, store, kv="stored", namespace=fact.namespace)
@@ -264,7 +263,7 @@ def remove(  # noqa: PLR0913 - one parameter per option
     tests = [test for test in (filter_of(where), source and {"kp:source": source}) if test]
     if not ids and not tests:
         raise typer.BadParameter("Got neither ids nor --where nor --source; give one.")
-    with open_collection(place, options, wait=wait) as collection:
+    with options.open(place, wait=wait) as collection:
         full_ids = [_full_id(prefix, collection) for prefix in ids] if ids else None
         matching = list(collection.facts(ids=full_ids, where={"$and": tests} if tests else None, namespace=namespace))
         report: dict[str, Any] = {"removed": [fact.id for fact in matching], "dry_run": dry_run}
@@ -291,8 +290,8 @@ def gc(  # noqa: PLR0913 - one parameter per option or group of options
 ) -> None:
     """Remove packs that no fact uses any more, and erase removed facts from the disk.
 
-    Of a Chroma database of yours, which is only read: packs whose documents have changed or are gone. It looks at the
-    packs of one namespace, which should be of one collection.
+    For a Chroma database that `kp` did not make, these are packs whose documents have changed or are gone. It is only
+    read, and only packs of one namespace are removed, which should be of one collection.
     """
     with options.reading(place, namespace=namespace, searched=False, read_only=False, wait=wait) as collection:
         is_theirs, folder = collection.read_only, options.folder(place, collection)
@@ -326,7 +325,7 @@ def size(
     Nothing is stored. Tokens are counted on a sample of 256 packs, bytes and minutes measured by compiling eight.
     """
     if len(places) == 1 and is_collection(places[0]):
-        with open_collection(places[0], options, read_only=True) as collection:
+        with options.open(places[0], read_only=True) as collection:
             facts, banks = list(collection.facts()), collection.bank_size
     else:
         facts, banks = list(SourceOptions().facts([Path(path) for path in places], [])), BANK_SIZE

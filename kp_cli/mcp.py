@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kp_cli.shared import ModelOptions, Place, PlaceOptions, about_hit, checked_namespace, open_collection, spread
+from kp_cli.shared import ModelOptions, Place, PlaceOptions, about_hit, checked_namespace, spread
 from kp_core.bundled import needing
 from kp_core.delivery import Delivery, Found
 from kp_core.errors import KnowledgePackError
@@ -48,7 +48,7 @@ def mcp(
     Results are handles, for an agent whose model we serve; the text goes to programs alone, in the result's `_meta`.
     The model loads when a tool is first called.
     """
-    with open_collection(place, options, new=create, hint="--create makes one.") as facts:
+    with options.open(place, new=create, hint="--create makes one.") as facts:
         lock, deliveries = threading.Lock(), list[Delivery]()
 
         def delivery() -> Delivery:

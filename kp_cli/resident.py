@@ -46,7 +46,7 @@ def run_there(arguments: list[str]) -> int | None:
             "setup": setup(),
             "columns": str(shutil.get_terminal_size().columns),
         }
-        # An engine that ends at this moment gives no line.
+        # An engine that ends at this moment gives no line. Files need a byte to go with.
         with suppress(OSError):
             socket.send_fds(connection, [b" "], [sys.stdout.fileno(), sys.stderr.fileno()])
             connection.sendall(json.dumps(request).encode() + b"\n")

@@ -178,6 +178,24 @@ class PlaceOptions:
         typer.Option(metavar="'NAME: VALUE'", help="Header for the Chroma server; may be repeated."),
     ] = None
 
+    def open(
+        self,
+        place: str,
+        *,
+        new: bool = False,
+        hint: str = "`kp build COLLECTION FILE...` makes one.",
+        **settings: Any,  # noqa: ANN401 - those of `ChromaFactStore`
+    ) -> ChromaFactStore:
+        """The collection in a folder or on a server. Raises `FactError` if there is none, unless it may be `new`."""
+        path = Path(place)
+        if path.is_dir() and any(path.iterdir()):
+            hint = f"`kp build NAME {place}` makes one of its files."
+        if not new and not is_collection(place) and not any((path / name).exists() for name in (_DATABASE, _OLD)):
+            collections = [name for name in siblings(path) if is_fact_store(Path(name))]
+            shown = path.resolve() if place in (".", "..") else place
+            raise FactError(f"There is no collection in {shown}. {did_you_mean(place, collections, hint)}")
+        return ChromaFactStore(place, **self.settings(place), **settings)
+
     def settings(self, place: str) -> dict[str, Any]:
         """The options as settings of `ChromaFactStore`. Raises `FactError` for a header without a colon, or for a
         folder.
@@ -235,7 +253,7 @@ class ReadOptions(PlaceOptions):
         """
         is_ours = is_fact_store(Path(place)) or not (Path(place) / _DATABASE).is_file()
         if self.collection is None and is_ours:
-            with open_collection(place, self, read_only=read_only, wait=wait) as facts:
+            with self.open(place, read_only=read_only, wait=wait) as facts:
                 if not is_url(place) or len(facts):
                     yield facts
                     return
@@ -365,25 +383,6 @@ def filter_of(where: str | None) -> Filter | None:
 def is_collection(place: str) -> bool:
     """Whether `place` is a collection. Any URL counts, as a server may hold one."""
     return is_url(place) or is_fact_store(Path(place))
-
-
-def open_collection(
-    place: str,
-    options: PlaceOptions,
-    *,
-    new: bool = False,
-    hint: str = "`kp build COLLECTION FILE...` makes one.",
-    **settings: Any,  # noqa: ANN401 - those of `ChromaFactStore`
-) -> ChromaFactStore:
-    """Open the collection in a folder or on a server. Raises `FactError` if there is none, unless it may be `new`."""
-    path = Path(place)
-    if path.is_dir() and any(path.iterdir()):
-        hint = f"`kp build NAME {place}` makes one of its files."
-    if not new and not is_collection(place) and not any((path / name).exists() for name in (_DATABASE, _OLD)):
-        collections = [name for name in siblings(path) if is_fact_store(Path(name))]
-        shown = path.resolve() if place in (".", "..") else place
-        raise FactError(f"There is no collection in {shown}. {did_you_mean(place, collections, hint)}")
-    return ChromaFactStore(place, **options.settings(place), **settings)
 
 
 def is_store(place: str) -> bool:
