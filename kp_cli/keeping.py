@@ -121,8 +121,7 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
 def _answer(connection: socket.socket) -> bool:
     """Run the command of one client, in its files for output. Returns whether to go on."""
     with ExitStack() as stack:
-        # The client has gone; Typer exits at a broken pipe.
-        stack.enter_context(suppress(OSError, KeyboardInterrupt, SystemExit))
+        stack.enter_context(suppress(OSError, KeyboardInterrupt))  # The client has gone.
         connection.settimeout(_REQUEST_S)
         start, files, _, _ = socket.recv_fds(connection, 1, 2)
         streams = [stack.enter_context(os.fdopen(file, "w", buffering=1)) for file in files]
@@ -161,6 +160,8 @@ def _answer(connection: socket.socket) -> bool:
             with redirect_stdout(out), redirect_stderr(err), _interrupted_with(connection):
                 code = run(arguments)
             answer("code", code)
+        except SystemExit:  # Of Rich, where the reader has enough (`kp search … | head`).
+            answer("code", 1)
         except OtherModelError:
             answer("refused", "it has another model or dtype")
     return True

@@ -86,6 +86,14 @@ def test_commands_run_there(kp: Kp, bank: Path, beside: Callable[..., int], tmp_
             assert process.stdout.read(1)
             process.kill()
         assert as_json(client(*ASKED))["sources"] == told["sources"]
+        # A reader that has enough is no error.
+        reading, writing = os.pipe()
+        os.close(reading)
+        search = [sys.executable, "-c", CLIENT, "search", "bank", "Which bird?"]
+        with subprocess.Popen(search, **there | {"stdout": writing, "stderr": subprocess.PIPE}) as process:  # noqa: S603
+            os.close(writing)
+            said = process.communicate()[1].splitlines()
+            assert (process.returncode, [line for line in said if b" ..." not in line]) == (1, [])
         # What it would do differently runs elsewhere.
         for arguments, changed, reason in (
             (("ask", "bank", "x", "--engine", "tests.cli.engines:bare"), {}, "another model"),
