@@ -34,7 +34,6 @@ _COMMANDS = {
     "edit": ("knowledge", "Correct what a fact or a pack says, by a line behind it."),
     "remove": ("knowledge", "Remove facts, and packs that no fact uses then."),
     "gc": ("knowledge", "Remove packs that no fact uses any more."),
-    "sync": ("knowledge", "Remove packs of documents that a Chroma collection of yours no longer has."),
     "search": ("searching", "Find the facts nearest to a question."),
     "ask": ("asking", "Answer a question from a collection."),
     "chat": ("asking", "Talk with a model about a collection."),

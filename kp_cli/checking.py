@@ -22,8 +22,6 @@ from kp_cli.shared import (
     console,
     is_collection,
     is_store,
-    located,
-    open_collection,
     spread,
     table_of,
     tell,
@@ -54,18 +52,16 @@ def inspect(
     as_json: JsonFlag = False,
 ) -> None:
     """Show what it holds: facts, namespaces, embedder, banks, sizes, fingerprints."""
-    target = located(path)
     if is_collection(path):
-        with open_collection(path, options, read_only=True) as facts:
+        with options.open(path, read_only=True) as facts:
             report = _about_collection(facts)
             folder = options.folder(path, facts)
         if is_store(folder):
             report["packs"] = _about_store(folder)
-    elif is_store(target):
-        report = _about_store(target)
+    elif is_store(path):
+        report = _about_store(path)
     else:
-        file = _pack_file(path)
-        report = _about_pack(_read(file)) | {"file_bytes": file.stat().st_size}
+        report = _about_pack(_read_pack(path)) | {"file_bytes": Path(path).stat().st_size}
     tell(report, table_of(report), as_json=as_json)
 
 
@@ -84,9 +80,9 @@ def status(
 
     `used` is written once a minute, and when a process ends.
     """
-    place = located(path)
+    place = path
     if is_collection(path):
-        with open_collection(path, options, read_only=True) as facts:
+        with options.open(path, read_only=True) as facts:
             place = options.folder(path, facts)
     if not is_store(place):
         if is_collection(path):
@@ -159,12 +155,12 @@ def _conclusion(path: str, faults: int, left: int, *, repair: bool) -> str:
     return f"Not repaired: {left}." if left else "All of it was repaired."
 
 
-def _check(path: str, options: PlaceOptions) -> tuple[list[str], list[str], str | Path]:
+def _check(path: str, options: PlaceOptions) -> tuple[list[str], list[str], str]:
     """Faults, packs that no fact uses any more, and the place of the packs."""
-    faults, orphans, packs = list[str](), list[str](), located(path)
+    faults, orphans, packs = list[str](), list[str](), path
     if is_collection(path):
         try:
-            with open_collection(path, options, read_only=True) as facts:
+            with options.open(path, read_only=True) as facts:
                 packs, faults = options.folder(path, facts), list(facts.verify())
                 with suppress(FactError):  # Raised if banks are not made yet: only they tell which packs are used.
                     store = PackStore(packs) if is_store(packs) else None
@@ -172,23 +168,23 @@ def _check(path: str, options: PlaceOptions) -> tuple[list[str], list[str], str 
         except FactError as error:
             if is_url(path) or isinstance(error, FactStoreLockedError):
                 raise
-            return [str(error)], orphans, Path(path) / "packs"
+            return [str(error)], orphans, str(Path(path) / "packs")
     if is_store(packs):
         faults += [f"The pack {handle}: {reason}" for handle, reason in PackStore(packs).verify()]
     elif not is_collection(path):
         try:
-            _read(_pack_file(path))
+            _read_pack(path)
         except PackError as error:
             faults = [str(error)]
     return faults, orphans, packs
 
 
-def _repair(path: str, options: PlaceOptions, packs: str | Path) -> list[str]:
+def _repair(path: str, options: PlaceOptions, packs: str) -> list[str]:
     """Repair a collection, and make damaged packs lazy, from their text. Returns the faults of those without text."""
     lost = list[str]()
     if is_collection(path):
         try:
-            with open_collection(path, options) as facts:
+            with options.open(path) as facts:
                 facts.verify(repair=True)
         except FactStoreLockedError:
             raise
@@ -245,20 +241,14 @@ def _difference(session: Session, store: PackStore, handle: Handle, pack: Knowle
     return "its tokens are those of its text at no position of the template; it is computed again at each use."
 
 
-def _pack_file(path: str) -> Path:
-    """The path of a pack file. Raises `FactError` if it is nothing of ours."""
-    file = located(path)
-    if not isinstance(file, Path) or not file.is_file():
+def _read_pack(path: str) -> KnowledgePack:
+    """The pack in a file. Raises `FactError` if there is no file, `PackError` if it is not a pack or damaged."""
+    if not Path(path).is_file():
         raise FactError(f"{path} is neither a collection, nor a store of packs, nor a pack file. {_HINT}")
-    return file
-
-
-def _read(file: Path) -> KnowledgePack:
-    """The pack in a file. Raises `PackError` with the file's name if it is not a pack or damaged."""
     try:
-        return read_pack(file.read_bytes())
+        return read_pack(Path(path).read_bytes())
     except PackError as error:
-        raise PackError(f"{file} is no pack file, or damaged: {error}") from error
+        raise PackError(f"{path} is no pack file, or damaged: {error}") from error
 
 
 def _about_collection(store: ChromaFactStore) -> dict[str, Any]:
@@ -278,12 +268,11 @@ def _about_collection(store: ChromaFactStore) -> dict[str, Any]:
     }
 
 
-def _about_store(path: str | Path) -> dict[str, Any]:
+def _about_store(path: str) -> dict[str, Any]:
     store = PackStore(path)
     entries = [entry for handle in store for entry in store.entries(handle)]
-    kept_entries = list(store.kept())
     return {
-        "store": str(path),
+        "store": path,
         "packs": len(store),
         "entries": len(entries),
         "with_kv": sum(entry.stored_bytes > 0 for entry in entries),
@@ -291,15 +280,22 @@ def _about_store(path: str | Path) -> dict[str, Any]:
         "bytes": store.nbytes,
         "compression": dict(Counter(entry.compression for entry in entries if entry.stored_bytes)),
         "fingerprints": dict(Counter(entry.fingerprint.id for entry in entries)),
-        "kept": {
-            "entries": len(kept_entries),
-            "tokens": sum(len(entry.token_ids) for entry in kept_entries),
-            "bytes": sum(entry.nbytes for entry in kept_entries),
-        },
+        "kept": _about_kept(store),
     }
 
 
-def _about_sources(place: str | Path) -> dict[str, Any]:
+def _about_kept(store: PackStore) -> dict[str, int]:
+    """The KV that is kept behind packs."""
+    entries = list(store.kept())
+    return {
+        "entries": len(entries),
+        "tokens": sum(len(entry.token_ids) for entry in entries),
+        "bytes": sum(entry.nbytes for entry in entries),
+        "max_bytes": store.keep_bytes,
+    }
+
+
+def _about_sources(place: str) -> dict[str, Any]:
     """The packs of a store, added up by the source that they were made of."""
     store = PackStore(place)
     used, sources = store.last_used(), dict[str, dict[str, Any]]()
@@ -316,11 +312,10 @@ def _about_sources(place: str | Path) -> dict[str, Any]:
         row["bytes"] += sum(entry.stored_bytes for entry in entries)
         row["used"] = max(row["used"] or 0, used.get(str(handle), 0)) or None
     rows = sorted(sources.items(), key=lambda item: -(item[1]["used"] or 0))
-    kept = list(store.kept())
     return {
-        "store": str(place),
+        "store": place,
         "sources": [{"source": source, **row} for source, row in rows],
-        "kept": {"entries": len(kept), "bytes": sum(entry.nbytes for entry in kept), "max_bytes": store.keep_bytes},
+        "kept": _about_kept(store),
         "max_bytes": store.max_bytes,
     }
 
@@ -332,19 +327,18 @@ def _sources_table(report: dict[str, Any]) -> Group:
     for name in ("packs", "with KV", "tokens", "MB", "used"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows[:_MOST_ROWS]:
-        table.add_row(row["source"], *_cells(row), _ago(row["used"]))
-    names = ("packs", "with_kv", "tokens", "bytes")
-    more, total = ({name: sum(row[name] for row in part) for name in names} for part in (rows[_MOST_ROWS:], rows))
-    if len(rows) > _MOST_ROWS:
-        table.add_row(f"{len(rows) - _MOST_ROWS:,} more", *_cells(more), "")
+        table.add_row(row["source"], *_sums([row]), _ago(row["used"]))
+    if more := rows[_MOST_ROWS:]:
+        table.add_row(f"{len(more):,} more", *_sums(more), "")
     table.add_section()
-    table.add_row("all", *_cells(total), "")
+    table.add_row("all", *_sums(rows), "")
     kept_line = f"KV behind packs: {kept['bytes'] / 1e6:,.1f} MB kept, of at most {kept['max_bytes'] / 1e6:,.0f}."
     return Group(f"Store: {report['store']}", table, kept_line)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    return [*(f"{row[name]:,}" for name in ("packs", "with_kv", "tokens")), f"{row['bytes'] / 1e6:,.1f}"]
+def _sums(rows: list[dict[str, Any]]) -> list[str]:
+    counts = [f"{sum(row[name] for row in rows):,}" for name in ("packs", "with_kv", "tokens")]
+    return [*counts, f"{sum(row['bytes'] for row in rows) / 1e6:,.1f}"]
 
 
 def _ago(moment: float | None) -> str:

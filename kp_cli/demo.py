@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -39,11 +38,11 @@ _NEXT = (
 def demo(*, model: ModelOptions) -> None:
     """See in a minute what packs do: the same answer, sooner, at a prompt that does not grow, in a style of its own."""
     from kp_core import PackStore
+    from kp_core.facts.sources import read_facts
 
     began, out = time.perf_counter(), console()
     out.print("Knowledge Packs: text is read once, and then only named.", style="bold")
-    lines = (files("kp_cli") / "isles.jsonl").read_text(encoding="utf-8").splitlines()
-    facts = [str(json.loads(line)["text"]) for line in lines]
+    facts = [fact.text for fact in read_facts(Path(__file__).with_name("isles.jsonl"))]
     with ExitStack() as stack:
         session, folder = model.load(), stack.enter_context(tempfile.TemporaryDirectory(prefix="kp-demo-"))
         stack.callback(session.close)  # Before the folder is deleted: kept KV may still be written.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -13,9 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -26,23 +24,15 @@ from kp_core.errors import ModelChangedError, ModelError
 
 __all__ = ["down", "up"]
 
-_UNITS = {"s": 1, "m": 60, "h": 3600}
 _REQUEST_BYTES, _REQUEST_S = 1 << 20, 5.0
-
-
-def _seconds(time_: str) -> float:
-    """Seconds in `90s`, `15m` or `2h`."""
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", time_):
-        return float(match[1]) * _UNITS[match[2]]
-    raise typer.BadParameter(f"Got {time_!r}; expected a number with s, m or h, e.g. 15m.")
 
 
 @spread
 def up(
     *,
-    idle: Annotated[str, typer.Option(metavar="TIME", help="End after this time without a command: 90s, 15m, 2h.")] = (
-        "15m"
-    ),
+    idle: Annotated[
+        float, typer.Option(metavar="MINUTES", min=0.01, help="End after this time without a command.")
+    ] = 15,
     here: Annotated[bool, typer.Option("--here", help="Stay in this process, not in the background.")] = False,
     model: ModelOptions,
 ) -> None:
@@ -50,7 +40,6 @@ def up(
 
     They are used with the same --model, --engine and --dtype; commands with others load their own.
     """
-    idle_s = _seconds(idle)
     if not hasattr(socket, "AF_UNIX"):
         raise ModelError("`kp up` needs Unix sockets, which this system lacks.")
     with connected() as connection:
@@ -63,12 +52,12 @@ def up(
         session = model.load()
         RESIDENT[model.key] = session
         try:
-            _serve(idle_s)
+            _serve(60 * idle)
         finally:
             RESIDENT.clear()
             session.close()
         return
-    passed = {"--model": model.model, "--engine": model.engine, "--dtype": model.dtype, "--idle": idle}
+    passed = {"--model": model.model, "--engine": model.engine, "--dtype": model.dtype, "--idle": str(idle)}
     options = [part for name, value in passed.items() if value is not None for part in (name, value)]
     log = folder / "log"
     with log.open("wb") as file, waiting("Loading the model"):
@@ -84,7 +73,7 @@ def up(
             time.sleep(0.1)
             with connected() as connection:
                 is_up = connection is not None
-    typer.echo(f"The model stays loaded, until `kp down` or {idle} without a command.")
+    typer.echo(f"The model stays loaded, until `kp down` or {idle:g} minutes without a command.")
 
 
 def down() -> None:
@@ -130,12 +119,14 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _answer(connection: socket.socket) -> bool:
-    """Run the command of one client. Returns whether to go on."""
-    out, err = _Sent(connection, "out"), _Sent(connection, "err")
-    with suppress(OSError, KeyboardInterrupt, SystemExit):  # The client has gone; Typer exits at a broken pipe.
+    """Run the command of one client, in its files for output. Returns whether to go on."""
+    with ExitStack() as stack:
+        stack.enter_context(suppress(OSError, KeyboardInterrupt))  # The client has gone.
         connection.settimeout(_REQUEST_S)
+        start, files, _, _ = socket.recv_fds(connection, 1, 2)
+        streams = [stack.enter_context(os.fdopen(file, "w", buffering=1)) for file in files]
         with connection.makefile("rb") as lines:
-            line = lines.readline(_REQUEST_BYTES)
+            line = start + lines.readline(_REQUEST_BYTES)
         connection.settimeout(None)
         if not line:  # Somebody looked whether there is an engine.
             return True
@@ -143,27 +134,36 @@ def _answer(connection: socket.socket) -> bool:
             request = json.loads(line)
             if "down" in request:
                 return False
-            request = {name: request[name] for name in ("arguments", "folder", "setup")}
+            arguments, folder, there, columns = (request[name] for name in ("arguments", "folder", "setup", "columns"))
+            out, err = streams
         except (ValueError, TypeError, KeyError):  # Not a client of ours.
             return True
-        if different := [name for name, value in setup().items() if request["setup"].get(name) != value]:
-            out.send({"refused": f"it has another {', '.join(different)}; `kp down` ends it"})
+        connection.sendall(b"\n")
+
+        def answer(name: str, value: object) -> None:
+            connection.sendall(json.dumps({name: value}).encode() + b"\n")
+
+        if different := [name for name, value in setup().items() if there.get(name) != value]:
+            answer("refused", f"it has another {', '.join(different)}; `kp down` ends it")
             return True
         try:
             for session in RESIDENT.values():
                 session.fingerprint  # noqa: B018 - raises if the model's files changed
         except ModelChangedError:
-            out.send({"refused": "the files of its model have changed; it ends"})
+            answer("refused", "the files of its model have changed; it ends")
             return False
-        os.chdir(request["folder"])
+        os.chdir(folder)
+        os.environ["COLUMNS"] = columns
         from kp_cli.app import run
 
         try:
             with redirect_stdout(out), redirect_stderr(err), _interrupted_with(connection):
-                code = run(request["arguments"])
-            out.send({"code": code})
+                code = run(arguments)
+            answer("code", code)
+        except SystemExit:  # Of Rich, where the reader has enough (`kp search … | head`).
+            answer("code", 1)
         except OtherModelError:
-            out.send({"refused": "it has another model or dtype"})
+            answer("refused", "it has another model or dtype")
     return True
 
 
@@ -189,25 +189,3 @@ def _interrupted_with(connection: socket.socket) -> Iterator[None]:
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RD)  # Ends the wait of the thread.
         thread.join()
-
-
-class _Sent(io.TextIOBase):
-    """Text that a client shows, in its stream `name`."""
-
-    def __init__(self, connection: socket.socket, name: str) -> None:
-        self._connection, self._name, self._lock = connection, name, threading.Lock()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        if not isinstance(text, str):  # Click tries it, to learn whether a stream takes bytes.
-            raise TypeError("Got bytes; expected text.")
-        if text:
-            self.send({self._name: text})
-        return len(text)
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send one line of JSON."""
-        with self._lock:
-            self._connection.sendall(json.dumps(message).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""`kp build`, `add`, `edit`, `remove`, `gc`, `sync`, `size`: add facts to collections, correct and remove them."""
+"""`kp build`, `add`, `edit`, `remove`, `gc`, `size`: add facts to collections, correct and remove them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ from kp_cli.shared import (
     filter_of,
     is_collection,
     is_store,
-    located,
-    open_collection,
     print_json,
     spread,
     tell,
@@ -42,7 +40,7 @@ from kp_core.compiling import compile_cost, estimate_units, find_compiled, prove
 from kp_core.delivery import KV, Delivery, Unit
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, PackError, SourceError
-from kp_core.facts import Added, ChromaFactStore, Fact, FactStore
+from kp_core.facts import ChromaFactStore, Fact, FactStore
 from kp_core.facts.sources import OnError, read_dataset, read_facts
 from kp_core.facts.sources.drafts import STDIN
 from kp_core.facts.store import BANK_SIZE
@@ -53,11 +51,10 @@ from kp_core.packs.store import PackStore
 from kp_core.progress import bar_of
 from kp_serve.engine import VLLMEngine
 
-__all__ = ["add", "build", "edit", "gc", "remove", "size", "sync"]
+__all__ = ["add", "build", "edit", "gc", "remove", "size"]
 
 logger = logging.getLogger(__name__)
 
-_ADDED_AT_ONCE = 256
 _SERVER_THREADS = 8
 _SHOWN = 5
 MUCH_BYTES = 10**9
@@ -162,16 +159,16 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
     session = model.load() if compiled else None
     if session is not None and isinstance(session.engine, VLLMEngine) and compress is not None:
         raise typer.BadParameter(f"Got --compress {compress}, but `kp serve --compress` decides for a server.")
-    with open_collection(place, options, new=True, wait=wait, bank_size=bank_size) as collection:
-        report = _ingest(collection, facts, files, source.ttl, skipped)
+    with options.open(place, new=True, wait=wait, bank_size=bank_size) as collection:
+        report = _ingest(collection, facts, files, skipped, ttl=source.ttl)
         if bank_size:
             collection.rebuild()
         if not as_json:
             tell(report, _ingested(report), as_json=False)
         if session is not None:
-            store = PackStore(options.folder(place, collection))
-            delivery = Delivery(collection, session, store, unit=unit, kv=kv, compress=compress or "none")
-            report["plan"] = _compile(delivery, session, store, as_json=as_json)
+            folder = options.folder(place, collection)
+            delivery = Delivery(collection, session, folder, unit=unit, kv=kv, compress=compress or "none")
+            report["plan"] = _compile(delivery, session, as_json=as_json)
         if not as_json and len(collection):
             typer.echo(fitted(f'`kp ask {place} "QUESTION"` answers from it.'))
     if as_json:
@@ -186,31 +183,26 @@ def add(  # noqa: PLR0913 - one parameter per option or group of options
     fact: Annotated[list[str] | None, typer.Option("--fact", metavar="TEXT", help="A fact; may be repeated.")] = None,
     fact_id: Annotated[str, typer.Option("--id", help="Id of the one --fact; default: a digest of it.")] = "",
     title: Annotated[str, typer.Option(help="Title of --fact.")] = "",
-    replace: Annotated[bool, typer.Option("--replace", help="Replace the fact that has this --id.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace facts that have the same ids.")] = False,
     source: SourceOptions,
     options: PlaceOptions,
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Add facts to a collection. --replace also removes the packs of the old text."""
+    """Add facts to a collection. --replace also removes the packs of old texts."""
     texts = fact or []
     if not files and not texts and source.dataset is None:
         raise typer.BadParameter("Got neither files nor --fact nor --dataset; give at least one.")
-    if (fact_id or replace) and len(texts) != 1:
-        raise typer.BadParameter("--id and --replace go with exactly one --fact.")
-    if replace and not fact_id:
-        raise typer.BadParameter("--replace needs --id.")
+    if fact_id and len(texts) != 1:
+        raise typer.BadParameter("--id goes with exactly one --fact.")
     skipped: list[SourceError] = []
     facts = source.facts(files or [], skipped)
-    with open_collection(place, options, wait=wait) as collection:
+    with options.open(place, wait=wait) as collection:
         new_facts = [Fact(text, title=title, id=fact_id, namespace=source.namespace or "default") for text in texts]
+        facts = itertools.chain(new_facts, facts)
+        report = _ingest(collection, facts, files, skipped, ttl=source.ttl, overwrite=replace)
         if replace:
-            replacement = collection.update(new_facts[0])
             _collect(collection, options.folder(place, collection))
-            data = {"id": replacement.id, "version": replacement.version}
-            tell(data, f"{replacement.id} has version {replacement.version}.", as_json=as_json)
-            return
-        report = _ingest(collection, itertools.chain(new_facts, facts), files, source.ttl, skipped)
     tell(report, _ingested(report), as_json=as_json)
 
 
@@ -233,12 +225,12 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
     as_json: JsonFlag = False,
 ) -> None:
     """Correct a fact of a collection, or a pack of a store. The old pack stays under its own handle."""
-    if is_store(located(place)):
+    if is_store(place):
         store, old_handle, session = PackStore(place), Handle.parse(name), model.load()
         pack = editing.edit(store.get(old_handle, PackKey(session.fingerprint)), old, new, session, how=how)
         new_handle = store.put(pack)
     else:
-        with open_collection(place, options, wait=wait) as collection:
+        with options.open(place, wait=wait) as collection:
             fact = collection.get(_full_id(name, collection))
             session, store = model.load(), PackStore(options.folder(place, collection))
             delivery = Delivery(collection, session, store, kv="stored", namespace=fact.namespace)
@@ -271,7 +263,7 @@ def remove(  # noqa: PLR0913 - one parameter per option
     tests = [test for test in (filter_of(where), source and {"kp:source": source}) if test]
     if not ids and not tests:
         raise typer.BadParameter("Got neither ids nor --where nor --source; give one.")
-    with open_collection(place, options, wait=wait) as collection:
+    with options.open(place, wait=wait) as collection:
         full_ids = [_full_id(prefix, collection) for prefix in ids] if ids else None
         matching = list(collection.facts(ids=full_ids, where={"$and": tests} if tests else None, namespace=namespace))
         report: dict[str, Any] = {"removed": [fact.id for fact in matching], "dry_run": dry_run}
@@ -279,51 +271,37 @@ def remove(  # noqa: PLR0913 - one parameter per option
         if not dry_run:
             for space in {fact.namespace for fact in matching}:
                 collection.delete([fact.id for fact in matching if fact.namespace == space], namespace=space)
-            packs, note = _collect(collection, options.folder(place, collection)), _vacuum(collection, wanted=vacuum)
+            packs, _ = _collect(collection, options.folder(place, collection))
+            note = _vacuum(collection, wanted=vacuum)
             report |= {"packs": packs, "vacuumed": not note}
             message = f"Facts removed: {len(matching)}; packs: {packs}; facts left: {len(collection)}.{note}"
         tell({**report, "facts": len(collection)}, message, as_json=as_json)
 
 
 @spread
-def gc(
-    place: Place, *, vacuum: _Vacuum = True, options: ReadOptions, wait: _Wait = 0.0, as_json: JsonFlag = False
-) -> None:
-    """Remove packs that no fact uses any more, and erase removed facts from the disk."""
-    with options.reading(place, searched=False, read_only=False, wait=wait) as collection:
-        packs = _collect(collection, options.folder(place, collection))
-        note = "" if collection.read_only else _vacuum(collection, wanted=vacuum)
-    report = {"packs": packs, "vacuumed": not (collection.read_only or note)}
-    tell(report, f"Packs removed: {packs}.{note}", as_json=as_json)
-
-
-@spread
-def sync(
+def gc(  # noqa: PLR0913 - one parameter per option or group of options
     place: Place,
     *,
-    namespace: Annotated[str, typer.Option(help="Namespace of the packs.", callback=checked_namespace)] = "default",
+    namespace: MaybeNamespace = None,
+    vacuum: _Vacuum = True,
     options: ReadOptions,
+    wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove packs whose documents have changed in a Chroma database of yours, or are gone from it.
+    """Remove packs that no fact uses any more, and erase removed facts from the disk.
 
-    It looks at the packs of one namespace, which should be of one collection. The database is only read. For
-    collections that `kp` made there is `kp gc`.
+    For a Chroma database that `kp` did not make, these are packs whose documents have changed or are gone. It is only
+    read, and only packs of one namespace are removed, which should be of one collection.
     """
-    with options.reading(place, searched=False) as collection:
-        if collection.collection is None:
-            raise FactError(
-                f"{place} is a collection that `kp` made; `kp gc {place}` removes packs that it does not use."
-            )
-        folder = options.folder(place, collection)
-        delivery = Delivery(None, None, PackStore(folder), namespace=namespace) if is_store(folder) else None
-        removed = delivery.sync(lambda _: (fact.text for fact in collection.facts())) if delivery else []
-    left = len(delivery.compiled()) if delivery else 0
-    report = {"removed": list(map(str, removed)), "packs": left}
-    said = f"Packs removed: {len(removed)}; left: {left}."
-    if not removed and not left:
-        said = f"There are no packs of the namespace {namespace!r} in {folder}. Check --packs and --namespace."
-    tell(report, said, as_json=as_json)
+    with options.reading(place, namespace=namespace, searched=False, read_only=False, wait=wait) as collection:
+        is_theirs, folder = collection.read_only, options.folder(place, collection)
+        # What others store has no namespaces.
+        removed, left = _collect(collection, folder, namespace or ("default" if is_theirs else None))
+        note = "" if is_theirs else _vacuum(collection, wanted=vacuum)
+    if is_theirs and not (removed or left):
+        note = f" There are no packs of the namespace {namespace or 'default'!r} in {folder}: check --packs."
+    report = {"packs": removed, "left": left, "vacuumed": not (is_theirs or note)}
+    tell(report, f"Packs removed: {removed}; left: {left}.{note}", as_json=as_json)
 
 
 _STORED: dict[Compression, str] = {
@@ -347,7 +325,7 @@ def size(
     Nothing is stored. Tokens are counted on a sample of 256 packs, bytes and minutes measured by compiling eight.
     """
     if len(places) == 1 and is_collection(places[0]):
-        with open_collection(places[0], options, read_only=True) as collection:
+        with options.open(places[0], read_only=True) as collection:
             facts, banks = list(collection.facts()), collection.bank_size
     else:
         facts, banks = list(SourceOptions().facts([Path(path) for path in places], [])), BANK_SIZE
@@ -375,22 +353,23 @@ def _ingest(
     collection: ChromaFactStore,
     facts: Iterable[Fact],
     files: Iterable[Path] | None,
-    ttl: float | None,
     skipped: list[SourceError],
+    **settings: Any,  # noqa: ANN401 - those of `FactStore.add`
 ) -> dict[str, Any]:
-    """Add facts in batches, with a progress bar that counts bytes of the files.
+    """Add facts, with a progress bar that counts bytes of the files.
 
     Returns as JSON: the result for the facts, the rows in `skipped`, and the number of facts in the collection.
     """
+
+    def read() -> Iterator[Fact]:
+        for fact in facts:
+            bar.update(len(fact.text.encode()))
+            yield fact
+
     # Standard input is not a file; its size is unknown.
     total = sum(path.stat().st_size for root in files or () for path in (root, *root.rglob("*")) if path.is_file())
-    added, remaining, read_count = Added(), iter(facts), 0
     with bar_of("Adding", total or None, "B") as bar, waiting("Embedding facts"):
-        while batch := list(itertools.islice(remaining, _ADDED_AT_ONCE)):
-            added += collection.add(batch, ttl=ttl)
-            read_count += len(batch)
-            bar.set_postfix(facts=read_count, refresh=False)
-            bar.update(sum(len(fact.text.encode()) for fact in batch))
+        added = collection.add(read(), **settings)
         bar.update(max(0, total - bar.n))  # A file has more bytes than its text.
     return {**asdict(added), "skipped": [str(error) for error in skipped], "facts": len(collection)}
 
@@ -400,19 +379,19 @@ def _ingested(report: Mapping[str, Any]) -> str:
     added, stored, skipped = report["added"], report["duplicates"], len(report["skipped"])
     lines = [f"Facts added: {added}; already stored: {stored}; rows skipped: {skipped}."]
     if not (added or stored or skipped):
-        lines.append("Nothing was found there. JSON lines, CSV, text, Markdown, Word, PDF and")
-        lines.append("HTML are read; `kp build --help` says more.")
+        types = "JSON lines, CSV, text, Markdown, Word, PDF and HTML"
+        lines.append(f"Nothing was found there. {types} are read; `kp build --help` says more.")
     if corrected := report["superseded"]:
         ids = ", ".join(corrected[:_SHOWN]) + (", …" if len(corrected) > _SHOWN else "")
         lines.append(f"Corrected in the collection earlier, and left as they are: {ids}.")
     return "\n".join([*lines, f"Now {counted(report['facts'], 'fact')}."])
 
 
-def _compile(delivery: Delivery, session: Session, store: PackStore, *, as_json: bool) -> dict[str, Any]:
+def _compile(delivery: Delivery, session: Session, *, as_json: bool) -> dict[str, Any]:
     """Print the cost, compile, and return the cost as JSON. An interrupted run continues where it stopped."""
     units, is_lazy, compress = delivery.all_units(), delivery.kv == "lazy", delivery.compress
     server = session.engine if isinstance(session.engine, VLLMEngine) and not is_lazy else None
-    compiled, _ = find_compiled(units, session, store, lazy=is_lazy, accept=compress == "int8")
+    compiled, _ = find_compiled(units, session, delivery.store, lazy=is_lazy, accept=compress == "int8")
     missing = [unit.text for unit in units if (unit.namespace, unit.text) not in compiled]
     tokens, nbytes, seconds = compile_cost(missing, session, lazy=is_lazy, compress=compress)
     count, stored = len(missing), len(units) - len(missing)
@@ -452,10 +431,15 @@ def _compile_there(server: VLLMEngine, units: Sequence[Fact], unit: Unit) -> Non
             pass  # An error in a thread is raised here, and cancels the rest.
 
 
-def _collect(facts: ChromaFactStore, folder: str | Path) -> int:
-    """Remove the packs in `folder` that no fact uses any more. Returns their number."""
-    namespace = None if facts.collection is None else "default"  # What others store has no namespaces.
-    return len(Delivery(facts, None, PackStore(folder), namespace=namespace).gc()) if is_store(folder) else 0
+def _collect(facts: ChromaFactStore, folder: str, namespace: str | None = None) -> tuple[int, int]:
+    """Remove the packs in `folder`, of `namespace` if given, that no fact uses any more. Returns how many, and how many
+    are left.
+    """
+    if not is_store(folder):
+        return 0, 0
+    store = PackStore(folder)
+    removed = Delivery(facts, None, store, namespace=namespace).gc()
+    return len(removed), len(list(store.handles(namespace)))
 
 
 def _vacuum(facts: ChromaFactStore, *, wanted: bool) -> str:

@@ -6,17 +6,17 @@ Only this module imports `mcp`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kp_cli.shared import ModelOptions, Place, PlaceOptions, about_hit, checked_namespace, open_collection, spread
+from kp_cli.shared import ModelOptions, Place, PlaceOptions, about_hit, checked_namespace, spread
+from kp_core.bundled import needing
 from kp_core.delivery import Delivery, Found
-from kp_core.errors import KnowledgePackError, MissingDependencyError
+from kp_core.errors import KnowledgePackError
 from kp_core.facts import Fact, FactStore, Hit
-from kp_core.packs.store import PackStore
 
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
@@ -48,15 +48,14 @@ def mcp(
     Results are handles, for an agent whose model we serve; the text goes to programs alone, in the result's `_meta`.
     The model loads when a tool is first called.
     """
-    with open_collection(place, options, new=create, hint="--create makes one.") as facts:
+    with options.open(place, new=create, hint="--create makes one.") as facts:
         lock, deliveries = threading.Lock(), list[Delivery]()
 
         def delivery() -> Delivery:
             with lock:
                 if not deliveries:
-                    session, store = model.load(), PackStore(options.folder(place, facts))
                     settings: dict[str, Any] = {"kv": "stored", "compiled_for": "system", "namespace": namespace}
-                    deliveries.append(Delivery(facts, session, store, **settings))
+                    deliveries.append(Delivery(facts, model.load(), options.folder(place, facts), **settings))
             return deliveries[0]
 
         memory_server(facts, delivery, namespace).run("stdio")
@@ -67,26 +66,19 @@ def memory_server(facts: FactStore, delivery: Callable[[], Delivery], namespace:
 
     Errors of this project become errors of the tool, with their reason. Raises `MissingDependencyError` without `mcp`.
     """
-    try:
+    with needing("kp mcp needs version 2 of mcp", "mcp"):
         from mcp.server.mcpserver import MCPServer
         from mcp.server.mcpserver.exceptions import ToolError
         from mcp.types import CallToolResult, TextContent, ToolAnnotations
-    except ImportError as error:
-        raise MissingDependencyError(
-            f'kp mcp needs {error.name}: `pip install "knowledge-packs[mcp]"` (version 2).'
-        ) from error
 
     server = MCPServer("knowledge-packs", instructions=_ABOUT, log_level="WARNING")
 
-    def with_tool_errors(tool: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(tool)
-        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - those of the tool
-            try:
-                return tool(*args, **kwargs)
-            except KnowledgePackError as error:
-                raise ToolError(str(error)) from error
-
-        return call
+    @contextmanager
+    def tool_errors() -> Iterator[None]:
+        try:
+            yield
+        except KnowledgePackError as error:
+            raise ToolError(str(error)) from error
 
     def result(found: list[Found]) -> CallToolResult:
         text = "\n".join(unit.content for unit in found) or "Nothing was found."
@@ -94,14 +86,14 @@ def memory_server(facts: FactStore, delivery: Callable[[], Delivery], namespace:
         return CallToolResult(content=[TextContent(type="text", text=text)], _meta=metadata)
 
     @server.tool(annotations=ToolAnnotations(read_only_hint=True), structured_output=False)
-    @with_tool_errors
+    @tool_errors()
     def search(question: str, k: int = 4) -> Any:  # noqa: ANN401 - MCP reads these types, and knows no local ones
         """Search the memory for what is known about a question."""
         first_fact = next(iter(facts.facts(namespace=namespace)), None)
         return result([] if first_fact is None else delivery().search(question, min(k, _MOST)))
 
     @server.tool(annotations=ToolAnnotations(destructive_hint=False, idempotent_hint=True), structured_output=False)
-    @with_tool_errors
+    @tool_errors()
     def remember(text: str) -> Any:  # noqa: ANN401 - as `search`
         """Keep a text for later conversations; what is known already is not kept twice."""
         fact, packs = Fact(text, source="remembered", namespace=namespace), delivery()

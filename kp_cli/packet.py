@@ -37,10 +37,11 @@ def train(  # noqa: PLR0913 - one parameter per setting
     steps: Annotated[int, typer.Option(help="Most steps.")] = 1000,
     batch: Annotated[int, typer.Option(help="Samples of one step.")] = 2,
     rate: Annotated[float, typer.Option(help="Step size, in units of the spread of the model's embeddings.")] = 0.05,
-    documents: Annotated[str, typer.Option(metavar="FROM-TO", help="Documents of one sample.")] = "1-10",
+    documents: Annotated[tuple[int, int], typer.Option(metavar="FROM TO", help="Documents of one sample.")] = (1, 10),
     tokens: Annotated[
-        str, typer.Option(metavar="FROM-TO", help="Their length: shorter ones are left out, longer ones cut.")
-    ] = "128-1024",
+        tuple[int, int],
+        typer.Option(metavar="FROM TO", help="Their length: shorter ones are left out, longer ones cut."),
+    ] = (128, 1024),
     every: Annotated[int, typer.Option(help="Steps between two looks at held-out documents.")] = 50,
     seed: Annotated[int, typer.Option(help="Equal seeds draw equal samples.")] = 0,
     minutes: Annotated[float | None, typer.Option(help="Stop then, with the best so far. Default: no limit.")] = None,
@@ -54,11 +55,7 @@ def train(  # noqa: PLR0913 - one parameter per setting
     """
     from kp_core.engines.hf.training import PacketTraining, checkpoint_of, train_wrapper
 
-    settings = PacketTraining(
-        *(soft, steps, batch, rate, _range("--documents", documents), _range("--tokens", tokens)),
-        every=every,
-        seed=seed,
-    )
+    settings = PacketTraining(soft, steps, batch, rate, documents, tokens, every=every, seed=seed)
     command_line = shlex.join(["kp", *(part for part in sys.argv[1:] if part != "--json")])
     wrapper = train_wrapper(
         *(model.load(), _read(place, read), out, settings), minutes=minutes, about=command_line, progress=not as_json
@@ -81,7 +78,9 @@ def evaluate(  # noqa: PLR0913 - one parameter per option
     *,
     wrapper: Annotated[Path, typer.Option(metavar="FILE", help="Default: that of the bundled model.")] = SHIPPED,
     documents: Annotated[list[int] | None, typer.Option(min=1, help="How many; may be repeated. [5, 10]")] = None,
-    tokens: Annotated[str | None, typer.Option(metavar="FROM-TO", help="Their length. Default: as trained.")] = None,
+    tokens: Annotated[
+        tuple[int, int] | None, typer.Option(metavar="FROM TO", help="Their length. Default: as trained.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Questions for each number of documents.")] = 10,
     read: ReadOptions,
     model: ModelOptions,
@@ -97,8 +96,7 @@ def evaluate(  # noqa: PLR0913 - one parameter per option
     trained = PacketComposer.load(wrapper)
     session = model.load()
     trained.check(session.fingerprint)
-    length = None if tokens is None else _range("--tokens", tokens)
-    rows = wrapper_scores(session, trained, _read(place, read), documents or [5, 10], limit, tokens=length)
+    rows = wrapper_scores(session, trained, _read(place, read), documents or [5, 10], limit, tokens=tokens)
     table = Table("documents", "packet", "without soft tokens", "packet is nearer")
     for row in rows:
         share = f"{row['nearer']} of {limit}"
@@ -112,10 +110,3 @@ def _read(place: str, options: ReadOptions) -> list[tuple[str, str]]:
         with options.reading(place) as facts:
             return [(fact.title, fact.text) for fact in facts.facts()]
     return [(fact.title, fact.text) for fact in read_facts([existing(Path(place))])]
-
-
-def _range(name: str, text: str) -> tuple[int, int]:
-    low, _, high = text.partition("-")
-    if not (low.isdecimal() and high.isdecimal()):
-        raise typer.BadParameter(f"Got {name} {text}; expected two numbers as in 1-10.")
-    return int(low), int(high)

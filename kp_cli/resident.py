@@ -1,13 +1,14 @@
 """Ask the resident engine of `kp up`: commands that need a model run there while it is up, and load none.
 
-A command goes to it as one line of JSON, over a Unix socket in a folder that only its user can enter; what the command
-prints comes back as lines of JSON. Imports little, since it runs before every command.
+A command goes to it as one line of JSON, over a Unix socket in a folder that only its user can enter, together with
+the files that the command prints to. Imports little, since it runs before every command.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import stat
 import sys
@@ -17,7 +18,7 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kp_cli.signs import fitted, waiting
+from kp_cli.signs import waiting
 from kp_core.bundled import cache_directory
 
 __all__ = ["COMMANDS", "GIVEN", "connected", "run_folder", "run_there", "setup"]
@@ -25,7 +26,7 @@ __all__ = ["COMMANDS", "GIVEN", "connected", "run_folder", "run_there", "setup"]
 COMMANDS = frozenset({"ask", "edit", "search", "size", "verify"})
 """What the resident engine runs: commands that need neither a terminal nor standard input."""
 
-_RELEVANT = ("AWS_", "HF_", "HOME", "KP_", "OMP_NUM_THREADS", "XDG_")
+_RELEVANT = ("AWS_", "HF_", "HOME", "KP_", "NO_COLOR", "OMP_NUM_THREADS", "XDG_")
 GIVEN = dict(os.environ)
 """The environment that this process was started with. Libraries change it later."""
 
@@ -39,40 +40,37 @@ def run_there(arguments: list[str]) -> int | None:
         if connection is None:
             return None
         lines = stack.enter_context(connection.makefile("r", encoding="utf-8"))
-        request = {"arguments": arguments, "folder": str(Path.cwd()), "setup": setup()}
-        # An engine that ends at this moment gives no line.
+        request = {
+            "arguments": arguments,
+            "folder": str(Path.cwd()),
+            "setup": setup(),
+            "columns": str(shutil.get_terminal_size().columns),
+        }
+        # An engine that ends at this moment gives no line. Files need a byte to go with.
         with suppress(OSError):
+            socket.send_fds(connection, [b" "], [sys.stdout.fileno(), sys.stderr.fileno()])
             connection.sendall(json.dumps(request).encode() + b"\n")
         with waiting("Waiting for the resident engine"):
-            line = lines.readline()
-        while line:
-            message = json.loads(line)
-            if "refused" in message:
-                sys.stderr.write(f"The resident engine is not used: {message['refused']}.\n")
-                return None
-            if "code" in message:
-                return int(message["code"])
-            stream = sys.stdout if "out" in message else sys.stderr
-            try:
-                stream.write(message.get("out") or fitted(message.get("err") or ""))  # There it has no terminal.
-                stream.flush()
-            except BrokenPipeError:  # The reader has enough (`kp search … | head`). At exit there is nothing to flush.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-                return 1
-            line = lines.readline()
-    sys.stderr.write("kp: The resident engine has ended in the middle of this command. Ask again.\n")
-    return 1
+            lines.readline()  # It begins with the command, which prints for itself.
+        answer = json.loads(lines.readline() or "{}")
+    if "refused" in answer:
+        sys.stderr.write(f"The resident engine is not used: {answer['refused']}.\n")
+        return None
+    if "code" not in answer:
+        sys.stderr.write("kp: The resident engine has ended in the middle of this command. Ask again.\n")
+    return int(answer.get("code", 1))
 
 
 def setup() -> dict[str, str]:
-    """Release, Python and environment: a command does the same in an engine whose setup is the same."""
+    """Release, Python, environment and encoding: a command does the same in an engine whose setup is the same."""
     try:
         release = version("knowledge-packs")
     except PackageNotFoundError:
         release = ""
     environment = {name: value for name, value in GIVEN.items() if name.startswith(_RELEVANT)}
     digest = sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()
-    return {"version": f"{release} {Path(__file__)}", "Python": sys.executable, "environment": digest}
+    named = {"version": f"{release} {Path(__file__)}", "Python": sys.executable, "environment": digest}
+    return named | {"encoding": sys.stdout.encoding}
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -83,16 +83,14 @@ def serve(  # noqa: PLR0913 - one parameter per option
     # Report errors before a model loads.
     _ = read_keys(keys) if keys else Access(tuple(namespace))
     _check_options(more or ())
-    places = [place for place in (store, facts) if place is not None]
-    new_places = {place for place in places if _is_new(place)}
 
-    def open_those(which: Iterable[str]) -> None:
-        if store in which:
-            PackStore(store)
-        if facts is not None and facts in which:
+    def open_places(*, new: bool) -> None:
+        if facts is not None and _is_new(facts) == new:
             ChromaFactStore(facts).close()
+        if _is_new(store) == new:
+            PackStore(store)
 
-    open_those(set(places) - new_places)
+    open_places(new=False)
     if sealed := bool(os.environ.get(KEY_VARIABLE)):
         server_key()
     else:
@@ -111,7 +109,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
         connector["rope"], immovable = foresee_rope(model).to_dict(), ""
     except KnowledgePackError as error:  # Keys cannot be moved; exact packs are served anyway.
         immovable = str(error)
-    open_those(new_places)  # Last, so that a server that fails to start leaves no folder behind.
+    open_places(new=True)  # Last, so that a server that fails to start leaves no folder behind.
     settings: dict[str, object] = {
         "sealed": sealed,
         "store": store,

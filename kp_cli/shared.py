@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
@@ -178,6 +178,24 @@ class PlaceOptions:
         typer.Option(metavar="'NAME: VALUE'", help="Header for the Chroma server; may be repeated."),
     ] = None
 
+    def open(
+        self,
+        place: str,
+        *,
+        new: bool = False,
+        hint: str = "`kp build COLLECTION FILE...` makes one.",
+        **settings: Any,  # noqa: ANN401 - those of `ChromaFactStore`
+    ) -> ChromaFactStore:
+        """The collection in a folder or on a server. Raises `FactError` if there is none, unless it may be `new`."""
+        path = Path(place)
+        if path.is_dir() and any(path.iterdir()):
+            hint = f"`kp build NAME {place}` makes one of its files."
+        if not new and not is_collection(place) and not any((path / name).exists() for name in (_DATABASE, _OLD)):
+            collections = [name for name in siblings(path) if is_fact_store(Path(name))]
+            shown = path.resolve() if place in (".", "..") else place
+            raise FactError(f"There is no collection in {shown}. {did_you_mean(place, collections, hint)}")
+        return ChromaFactStore(place, **self.settings(place), **settings)
+
     def settings(self, place: str) -> dict[str, Any]:
         """The options as settings of `ChromaFactStore`. Raises `FactError` for a header without a colon, or for a
         folder.
@@ -198,16 +216,16 @@ class PlaceOptions:
             store_settings["embedder"] = SentenceTransformerEmbedder(name)
         return {name: value for name, value in store_settings.items() if value is not None}
 
-    def folder(self, place: str, facts: ChromaFactStore) -> str | Path:
+    def folder(self, place: str, facts: ChromaFactStore) -> str:
         """The place of the packs of `facts`, opened from `place`. Its default is never in a folder that is not ours."""
         if self.packs is not None:
-            return located(self.packs)
+            return self.packs
         if facts.path is not None:
-            return facts.path / "packs"
+            return str(facts.path / "packs")
         location = f"{place if is_url(place) else Path(place).resolve()} {facts.collection or ''}".strip()
         slug = re.sub(r"\W+", "-", location).strip("-")[-40:]
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return cache / "knowledge-packs" / f"{slug}-{content_id(location)[:8]}"
+        return str(cache / "knowledge-packs" / f"{slug}-{content_id(location)[:8]}")
 
 
 @dataclass(frozen=True)
@@ -235,7 +253,7 @@ class ReadOptions(PlaceOptions):
         """
         is_ours = is_fact_store(Path(place)) or not (Path(place) / _DATABASE).is_file()
         if self.collection is None and is_ours:
-            with open_collection(place, self, read_only=read_only, wait=wait) as facts:
+            with self.open(place, read_only=read_only, wait=wait) as facts:
                 if not is_url(place) or len(facts):
                     yield facts
                     return
@@ -246,27 +264,24 @@ class ReadOptions(PlaceOptions):
 def spread(command: Callable[..., None]) -> Callable[..., None]:
     """`command` with each dataclass parameter replaced by the dataclass's fields, as options."""
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, type[Any]] = {
-        name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)
-    }
-    fields = {name: inspect.signature(kind).parameters for name, kind in groups.items()}
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
 
     def call(**given: Any) -> None:  # noqa: ANN401 - whatever the options hold
-        option_groups = {
-            name: kind(**{field: given.pop(field) for field in fields[name]}) for name, kind in groups.items()
-        }
-        command(**given, **option_groups)
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        command(**given)
 
-    flat: list[inspect.Parameter] = []
+    options = list[inspect.Parameter]()
     for name, parameter in inspect.signature(command).parameters.items():
-        types = get_type_hints(groups[name], include_extras=True) if name in groups else hints
-        parameters = fields[name].values() if name in groups else (parameter,)
-        flat += [
-            option.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[option.name]) for option in parameters
+        source = groups.get(name, command)
+        types = get_type_hints(source, include_extras=True)
+        options += [
+            option.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[option.name])
+            for option in (inspect.signature(source).parameters.values() if name in groups else [parameter])
         ]
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     # Typer reads this signature.
-    vars(call)["__signature__"] = inspect.Signature(flat)
+    vars(call)["__signature__"] = inspect.Signature(options)
     return call
 
 
@@ -370,33 +385,7 @@ def is_collection(place: str) -> bool:
     return is_url(place) or is_fact_store(Path(place))
 
 
-def open_collection(
-    place: str,
-    options: PlaceOptions,
-    *,
-    new: bool = False,
-    hint: str = "`kp build COLLECTION FILE...` makes one.",
-    **settings: Any,  # noqa: ANN401 - those of `ChromaFactStore`
-) -> ChromaFactStore:
-    """Open the collection in a folder or on a server. Raises `FactError` if there is none, unless it may be `new`."""
-    path = Path(place)
-    if path.is_dir() and any(path.iterdir()):
-        hint = f"`kp build NAME {place}` makes one of its files."
-    if not new and not is_collection(place) and not any((path / name).exists() for name in (_DATABASE, _OLD)):
-        collections = [name for name in siblings(path) if is_fact_store(Path(name))]
-        shown = path.resolve() if place in (".", "..") else place
-        raise FactError(f"There is no collection in {shown}. {did_you_mean(place, collections, hint)}")
-    return ChromaFactStore(place, **options.settings(place), **settings)
-
-
-def located(place: str) -> str | Path:
-    """A place of packs: a URL as it is, anything else as a path."""
-    from kp_core.packs.objects import is_far
-
-    return place if is_far(place) else Path(place)
-
-
-def is_store(place: str | Path) -> bool:
+def is_store(place: str) -> bool:
     """Whether packs are stored in this folder or under this URL."""
     from kp_core.packs.objects import open_blobs
     from kp_core.packs.secret import is_made

@@ -12,7 +12,7 @@ import typer
 
 from kp_cli.shared import ModelOptions, console, existing, spread
 from kp_cli.signs import waiting
-from kp_core.errors import MissingDependencyError
+from kp_core.bundled import needing
 from kp_core.progress import bar_of
 
 __all__ = ["play"]
@@ -40,15 +40,10 @@ def play(
     with tempfile.TemporaryDirectory(prefix="kp-play-") as folder:
         # Uploads are deleted with this folder.
         os.environ["GRADIO_TEMP_DIR"] = str(Path(folder) / "uploads")
-        try:
-            with waiting("Loading libraries"):
-                from kp_cli.play.page import serve
-                from kp_cli.play.world import SAMPLE, World
-                from kp_core.facts.embed import SentenceTransformerEmbedder
-        except ImportError as error:
-            raise MissingDependencyError(
-                f'kp play needs {error.name}: `pip install "knowledge-packs[play]"`.'
-            ) from error
+        with waiting("Loading libraries"), needing("kp play needs gradio", "play"):
+            from kp_cli.play.page import serve
+            from kp_cli.play.world import SAMPLE, World
+            from kp_core.facts.embed import SentenceTransformerEmbedder
         session = model.load()
         world = World(session, SentenceTransformerEmbedder(), Path(folder))
         with bar_of("Compiling", None, "pack") as bar:

@@ -54,20 +54,19 @@ _ONE: dict[str, Any] = {
 }
 
 
-class _Here:
-    """Serves only requests that this page or a person made: it refuses other origins and other host names."""
+def _own_requests(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Serve only requests that this page or a person made: refuse other origins and other host names."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401 - of ASGI
+    async def serve_own(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401 - of ASGI
         if scope["type"] in ("http", "websocket"):
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             host, origin = headers.get("host", ""), headers.get("origin")
             if urlsplit(f"//{host}").hostname not in _OWN_HOSTS or origin not in (None, f"http://{host}"):
                 await PlainTextResponse("The playground answers its own page alone.", 403)(scope, receive, send)
                 return
-        await self.app(scope, receive, send)
+        await app(scope, receive, send)
+
+    return serve_own
 
 
 def serve(world: World, port: int | None = None) -> gr.Blocks:
@@ -95,7 +94,7 @@ def serve(world: World, port: int | None = None) -> gr.Blocks:
             mcp_server=False,
             enable_monitoring=False,
             theme=gr.themes.Base(primary_hue="teal", neutral_hue="slate", font=_FONTS, font_mono=_MONO).set(**_BUTTONS),
-            app_kwargs={"middleware": [Middleware(_Here)]},
+            app_kwargs={"middleware": [Middleware(_own_requests)]},
         )
     except OSError as error:
         reason = f"Port {port} cannot be used" if port else "No port from 7860 to 7959 is free"
@@ -179,18 +178,19 @@ def _asking(world: World) -> None:
     def asking(text: str, count: int, composed_by: str) -> Iterator[dict[Any, Any]]:
         yield dict.fromkeys(outputs[:-1], "") | {plan: []}
         with _shown_errors():
-            prepared = world.ask(text, int(count), composer=composed_by)
+            requests, explanation = world.ask(text, int(count), composer=composed_by)
             generations: dict[Way, Generation] = {}
-            for way, request in prepared.requests.items():
-                with closing(world.watch(request)) as stream:
-                    for so_far, generation in stream:
+            for way, request in requests.items():
+                so_far = ""
+                with closing(world.session.stream(**request)) as stream:
+                    for piece in stream:
+                        so_far += piece
                         yield {answers[way]: so_far}
-                        if generation is not None:
-                            generations[way] = generation
-                            yield {costs[way]: _cost(generation)}
+                    generations[way] = stream.result()
+                yield {answers[way]: generations[way].text, costs[way]: _cost(generations[way])}
                 # Only a server knows which KV it has.
                 if way == "packs" and not world.address:
-                    yield {plan: _coloured(prepared.plan, generations[way], world.session.tokenizer)}
+                    yield {plan: _coloured(explanation, generations[way], world.session.tokenizer)}
             yield {verdict: _verdict(generations)}
 
     inputs = [question, k, composer]

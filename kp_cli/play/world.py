@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from kp_core.delivery import Delivery
 from kp_core.engines.explain import Explanation
-from kp_core.engines.reading import Generation
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, SourceError
 from kp_core.facts import Fact, Hit, MemoryFactStore
@@ -22,7 +20,7 @@ from kp_core.packs.pack import PackKey
 from kp_core.packs.store import PackStore
 from kp_serve.engine import VLLMEngine
 
-__all__ = ["MOST_CHARACTERS", "SAMPLE", "Document", "Question", "Way", "World"]
+__all__ = ["MOST_CHARACTERS", "SAMPLE", "Document", "Way", "World"]
 
 Way: TypeAlias = Literal["packs", "text"]
 
@@ -47,15 +45,6 @@ class Document:
     handle: Handle
     tokens: int
     kv_bytes: int
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question with its documents: the arguments of `Session.stream` for each way, and the plan for packs."""
-
-    documents: tuple[Document, ...]
-    requests: dict[Way, dict[str, Any]]
-    plan: Explanation
 
 
 class World:
@@ -110,8 +99,11 @@ class World:
         for source, facts in facts_by_name.items():
             yield from self._compile(source, list(self._parts(facts)))
 
-    def ask(self, question: str, k: int = 1, *, composer: str = "exact") -> Question:
-        """A question with the `k` documents that say most about it.
+    def ask(
+        self, question: str, k: int = 1, *, composer: str = "exact"
+    ) -> tuple[dict[Way, dict[str, Any]], Explanation]:
+        """A question with the `k` documents that say most about it: the arguments of `Session.stream` for each way, and
+        the plan for packs.
 
         Raises `FactError` for a blank question or without documents, and the errors of `Session.explain`.
         """
@@ -126,23 +118,13 @@ class World:
             requests[way] = {"messages": [{"role": "user", "content": content}], "max_tokens": 64}
         requests["text"] |= {"reuse": False}
         requests["packs"] |= {"view": self._view, "composer": composer, "recognise": False}
-        return Question(tuple(documents), requests, self.session.explain(**requests["packs"]))
+        return requests, self.session.explain(**requests["packs"])
 
     def search(self, question: str, k: int) -> list[Document]:
         """The `k` documents with the paragraphs nearest to `question`, best first."""
         if not self.documents:
             raise FactError("There are no documents yet; add one first.")
         return [self.documents[found.unit.source] for found in self._delivery.search(question, k)]
-
-    def watch(self, request: dict[str, Any]) -> Generator[tuple[str, Generation | None], None, None]:
-        """Yield the answer so far with each piece of its text, and its `Generation` at its end. Closing stops it."""
-        text = ""
-        with closing(self.session.stream(**request)) as stream:
-            for piece in stream:
-                text += piece
-                yield text, None
-            generation = stream.result()
-        yield generation.text, generation
 
     def _compile(self, file: str, parts: list[list[Fact]]) -> Iterator[Document]:
         """Make the packs of a file's parts, in place of those of an earlier version."""

@@ -106,7 +106,7 @@ def test_build_search_add_remove(kp: Kp, bank: Path) -> None:
     assert as_json(kp("add", "bank", "--fact", "The ferry leaves at six.", "--id", "ferry", "--json"))["added"] == 1
     assert kp("add", "bank", "--fact", "The ferry leaves at nine.", "--id", "ferry")[0] == 1
     code, out, _ = kp("add", "bank", "--fact", "The ferry leaves at nine.", "--id", "ferry", "--replace")
-    assert (code, out) == (0, "ferry has version 2.\n")
+    assert (code, out) == (0, "Facts added: 1; already stored: 0; rows skipped: 0.\nNow 5 facts.\n")
     [hit] = as_json(kp("search", "bank", "When does the ferry leave?", "-k", "1", "--json"))["hits"]
     assert (hit["id"], hit["text"], hit["bank"]) == ("ferry", "The ferry leaves at nine.", None)
     hits = as_json(kp("search", "bank", "x", "--where", '{"year": {"$lt": 1900}}', "--json"))["hits"]
@@ -142,7 +142,7 @@ def test_rows_that_make_no_fact_stop_a_build_or_are_counted(kp: Kp, tmp_path: Pa
         (["build", "new", "facts.jsonl", "--encoding", "utf-9"], 1, "Got encoding='utf-9'"),
         (["build", "facts.jsonl", "facts.jsonl"], 1, "facts.jsonl"),
         (["add", "bank"], 2, "neither files nor --fact"),
-        (["add", "bank", "--fact", "a", "--replace"], 2, "--replace needs --id"),
+        (["add", "bank", "--fact", "a", "--fact", "b", "--id", "c"], 2, "--id goes with exactly one --fact"),
         (["remove", "bank"], 2, "neither ids nor --where nor --source"),
         (["remove", "bank", "mil", "--no-vacuum"], 0, ""),
         (["remove", "bank", "b"], 1, "the ids of 2 facts begin so"),

@@ -210,7 +210,8 @@ def test_a_status_says_what_is_compiled_from_where_and_when_it_was_used(kp: Kp, 
     inspected = as_json(kp("inspect", "bank", "--json"))["packs"]
     assert (row["source"], row["packs"], row["with_kv"]) == ("facts.jsonl", 4, 4)
     assert (row["tokens"], 0 < row["bytes"] < inspected["bytes"]) == (inspected["tokens"], True)
-    assert told["kept"] == {"entries": 0, "bytes": 0, "max_bytes": PackStore(bank / "packs").keep_bytes}
+    limit = PackStore(bank / "packs").keep_bytes
+    assert told["kept"] == {"entries": 0, "tokens": 0, "bytes": 0, "max_bytes": limit}
     store = PackStore(bank / "packs")
     store.put(tiny().build_pack("The weir opens in May.", lazy=True))
     store._uses.flush()

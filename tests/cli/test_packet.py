@@ -14,7 +14,7 @@ from tests.core.engines.test_packet_training import DOCUMENTS
 
 Kp = Callable[..., tuple[int, str, str]]
 TINY = ("--engine", "tests.cli.engines:tiny")
-SMALL = ("--soft", "2", "--steps", "4", "--batch", "1", "--documents", "1-3", "--tokens", "8-64", "--every", "2")
+SMALL = ("--soft", "2", "--steps", "4", "--batch", "1", "--documents", "1", "3", "--tokens", "8", "64", "--every", "2")
 
 
 @pytest.fixture
@@ -59,4 +59,4 @@ def test_bad_input_is_one_line(kp: Kp, documents: Path, tmp_path: Path) -> None:
         code, _, error = kp("packet", *arguments, *TINY)
         assert (code, said in error) == (1, True), error
         assert not (tmp_path / "w").exists()
-    assert kp("packet", "train", str(documents), "-o", "w", "--tokens", "many", *TINY)[0] == 2
+    assert kp("packet", "train", str(documents), "-o", "w", "--tokens", "8", "many", *TINY)[0] == 2

@@ -41,7 +41,7 @@ def beside(kp: Kp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)  # noqa: S603, PLW1510
         return done.returncode, done.stdout, done.stderr
 
-    def serve(asking: Callable[[Callable[..., tuple[int, str, str]]], None], idle: str = "60s") -> int:
+    def serve(asking: Callable[[Callable[..., tuple[int, str, str]]], None], idle: str = "1") -> int:
         errors: list[BaseException] = []
 
         def ask() -> None:
@@ -86,6 +86,14 @@ def test_commands_run_there(kp: Kp, bank: Path, beside: Callable[..., int], tmp_
             assert process.stdout.read(1)
             process.kill()
         assert as_json(client(*ASKED))["sources"] == told["sources"]
+        # A reader that has enough is no error.
+        reading, writing = os.pipe()
+        os.close(reading)
+        search = [sys.executable, "-c", CLIENT, "search", "bank", "Which bird?"]
+        with subprocess.Popen(search, **there | {"stdout": writing, "stderr": subprocess.PIPE}) as process:  # noqa: S603
+            os.close(writing)
+            said = process.communicate()[1].splitlines()
+            assert (process.returncode, [line for line in said if b" ..." not in line]) == (1, [])
         # What it would do differently runs elsewhere.
         for arguments, changed, reason in (
             (("ask", "bank", "x", "--engine", "tests.cli.engines:bare"), {}, "another model"),
@@ -101,7 +109,7 @@ def test_commands_run_there(kp: Kp, bank: Path, beside: Callable[..., int], tmp_
 
 def test_what_is_no_request_of_ours_changes_nothing(beside: Callable[..., int]) -> None:
     def asking(_: Callable[..., tuple[int, str, str]]) -> None:
-        for line in (b"GET / HTTP/1.1", b"5", b"{}", b'{"arguments": ["ask"]}', b"[]", b""):
+        for line in (b"GET / HTTP/1.1", b"5", b"{}", b'{"arguments": ["ask"]}', b"[]", b" "):
             with connected() as connection:
                 assert connection is not None
                 connection.sendall(line + b"\n")
@@ -112,7 +120,7 @@ def test_what_is_no_request_of_ours_changes_nothing(beside: Callable[..., int]) 
 
 
 def test_it_ends_by_itself_and_others_cannot_take_its_place(kp: Kp, beside: Callable[..., int]) -> None:
-    assert beside(lambda _: None, "0.2s") == 0
+    assert beside(lambda _: None, "0.01") == 0
     assert "There is no resident engine." in kp("down")[1]
     assert kp("up", "--idle", "soon")[0] == 2
     run_folder().chmod(0o755)

@@ -95,7 +95,7 @@ def test_what_is_removed_leaves_the_disk_with_its_packs(kp: Kp, bank: Path) -> N
     code, out, _ = kp("remove", "bank", "tid", "--no-vacuum")
     assert (code, out.splitlines()[0][:46]) == (0, "Facts removed: 1; packs: 1; facts left: 3. Chr")
     assert "until `kp gc bank`" in out
-    assert as_json(kp("gc", "bank", "--json")) == {"packs": 0, "vacuumed": True}
+    assert as_json(kp("gc", "bank", "--json")) == {"packs": 0, "left": 3, "vacuumed": True}
     assert b"Grey Tide" not in on_disk(bank)
     named = ("--where", '{"year": {"$gt": 1900}}', "--source", "facts.jsonl")
     said = as_json(kp("remove", "bank", *named, "--json"))
@@ -109,6 +109,11 @@ def test_packs_of_an_old_text_go_with_it(kp: Kp, bank: Path) -> None:
     assert kp(*COMPILE)[0] == 0
     assert kp("add", "bank", "--fact", "The mill has six sails.", "--id", "mill", "--replace")[0] == 0
     assert as_json(kp("inspect", "bank", "--json"))["packs"]["packs"] == 3
+    (bank.parent / "bird.jsonl").write_text(json.dumps(FACTS[1] | {"text": "The bird on the flag is a gull."}))
+    report = as_json(kp("add", "bank", "bird.jsonl", "--replace", "--json"))
+    assert (report["added"], report["facts"]) == (1, 4)
+    report = as_json(kp("inspect", "bank", "--json"))
+    assert (report["updated"], report["packs"]["packs"]) == (2, 2)
 
 
 def test_verify_repairs_vectors_and_names_packs_that_no_fact_uses(kp: Kp, bank: Path) -> None:
@@ -120,7 +125,7 @@ def test_verify_repairs_vectors_and_names_packs_that_no_fact_uses(kp: Kp, bank: 
     [orphan] = as_json(kp(*verify, "--json"))["orphans"]
     code, out, _ = kp(*verify)
     assert (code, f"uses any more: {orphan}; `kp gc bank` removes them." in " ".join(out.split())) == (0, True)
-    assert kp("gc", "bank", "--no-vacuum")[1].startswith("Packs removed: 1. ")
+    assert kp("gc", "bank", "--no-vacuum")[1].startswith("Packs removed: 1; left: 3. ")
     client = open_client(bank)
     client.get_collection("kp-default-facts").update(ids=["mill"], embeddings=np.eye(1, 384, dtype=np.float32))
     client.close()

@@ -160,21 +160,19 @@ def test_what_is_no_document_is_said_and_never_run(visit, played, tmp_path):
 
 
 def test_a_page_that_closes_ends_its_answer(visit, played, monkeypatch):
-    watched = []
+    watched, stream = [], played.session.stream
 
-    def watch(request):
-        watched.append([request.get("reuse", True), None])
-        for text, generation in type(played).watch(played, request):
-            watched[-1][1] = generation or text
-            yield text, generation
+    def streamed(messages, **options):
+        watched.append((options.get("reuse", True), stream(messages, **options)))
+        return watched[-1][1]
 
-    monkeypatch.setattr(played, "watch", watch, raising=False)
+    monkeypatch.setattr(played.session, "stream", streamed)
     page = visit()
     page.get_by_label("Question", exact=True).fill("Who is the judge?")
     page.get_by_label("Question", exact=True).press("Enter")
-    until(lambda: watched and not watched[-1][0] and watched[-1][1] is not None)
+    until(lambda: len(watched) == 2 and answer(page, "text"))
     page.close()
     page = ask(visit(), "Who is the miller?")
     assert [is_packs for is_packs, _ in watched] == [True, False, True, False]
-    assert isinstance(watched[1][1], str)  # It was not read to its end.
-    assert watched[3][1].text in answer(page, "text")
+    assert watched[1][1].generation is None  # It was not read to its end.
+    assert watched[3][1].generation.text in answer(page, "text")

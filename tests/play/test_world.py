@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 import pytest
 
 from kp_cli.play.world import MOST_CHARACTERS, World
@@ -24,20 +22,21 @@ def world(tmp_path, embedder):
 
 
 def answered(world, asked, way):
-    *_, (_, generation) = world.watch(asked.requests[way] | {"max_tokens": 12})
-    return generation
+    requests, _ = asked
+    return world.session.generate(**requests[way] | {"max_tokens": 12})
 
 
 def test_packs_and_text_are_one_prompt_and_one_answer(world):
     for composer, k in (("exact", 1), ("exact", 2)):
-        asked = world.ask("Who is the miller of the mill?", k, composer=composer)
-        assert asked.documents[0].name == "mill.md"
+        question = "Who is the miller of the mill?"
+        asked, documents = world.ask(question, k, composer=composer), world.search(question, k)
+        assert documents[0].name == "mill.md"
         packs, text = (answered(world, asked, way) for way in ("packs", "text"))
         assert packs.prompt.token_ids == text.prompt.token_ids
         assert packs.token_ids == text.token_ids
-        assert packs.usage.pack_tokens == sum(each.tokens for each in asked.documents)
+        assert packs.usage.pack_tokens == sum(each.tokens for each in documents)
         assert text.usage.pack_tokens == text.usage.reused_tokens == 0
-        assert sum(asked.plan.counts.values()) == len(packs.prompt)
+        assert sum(asked[1].counts.values()) == len(packs.prompt)
     selected = answered(world, world.ask("Who is the miller of the mill?", 2, composer="select"), "packs")
     assert 1 <= len(selected.packs) == 2 - selected.usage.unread_packs
     assert selected.usage.approximate_tokens == 0
@@ -100,17 +99,3 @@ def test_pasted_text_is_named_by_its_first_words_and_leaves_no_file(world, tmp_p
     [made] = world.paste("../../etc: the harbour <b>of</b> Veyl")
     assert made.name == "etc the harbour b of b Veyl.md"
     assert not list(tmp_path.glob("*Veyl.md"))
-
-
-def test_closing_an_answer_ends_it(world):
-    asked = world.ask("Who is the miller of the mill?")
-    with closing(world.watch(asked.requests["packs"] | {"max_tokens": 2000})) as watched:
-        text, generation = next(watched)
-    assert text
-    assert generation is None
-    assert answered(world, asked, "text") is not None  # The model is free again.
-
-
-def test_an_error_of_the_model_reaches_the_reader(world):
-    with pytest.raises(ValueError, match="max_tokens"):
-        list(world.watch({"messages": "Hello", "max_tokens": -1}))

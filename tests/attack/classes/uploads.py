@@ -206,13 +206,13 @@ def attack(folder: Path) -> Iterator[Case]:
             list(world.paste(text(draw, (str(world.documents["heron.md"].handle),))))
         options = {"composer": draw.choice(("exact", "splice", text(draw)))}
         with refused():
-            asked = world.ask(draw.choice((_HERON, text(draw))), draw.choice((1, 2, 10**9)), **options)
+            requests, plan = world.ask(draw.choice((_HERON, text(draw))), draw.choice((1, 2, 10**9)), **options)
             prompts = {
-                way: list(world.watch({**request, "max_tokens": 1}))[-1][1].prompt.token_ids
-                for way, request in asked.requests.items()
+                way: world.session.generate(**request | {"max_tokens": 1}).prompt.token_ids
+                for way, request in requests.items()
             }
             if prompts["packs"] != prompts["text"]:
-                raise WrongError(f"{asked.plan}: another prompt from packs than from text")
+                raise WrongError(f"{plan}: another prompt from packs than from text")
 
     def case(draw: Random) -> None:
         world, began = opened(), time.process_time()
