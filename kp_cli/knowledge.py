@@ -199,6 +199,8 @@ def add(  # noqa: PLR0913 - one parameter per option or group of options
     facts = source.facts(files or [], skipped)
     with options.open(place, wait=wait) as collection:
         new_facts = [Fact(text, title=title, id=fact_id, namespace=source.namespace or "default") for text in texts]
+        if replace and fact_id:
+            collection.get(fact_id, namespace=new_facts[0].namespace)  # An unknown id is an error.
         facts = itertools.chain(new_facts, facts)
         report = _ingest(collection, facts, files, skipped, ttl=source.ttl, overwrite=replace)
         if replace:
@@ -295,6 +297,8 @@ def gc(  # noqa: PLR0913 - one parameter per option or group of options
     """
     with options.reading(place, namespace=namespace, searched=False, read_only=False, wait=wait) as collection:
         is_theirs, folder = collection.read_only, options.folder(place, collection)
+        if is_theirs and not len(collection):
+            raise FactError(f"{place} has no documents, so all packs would go. If that is meant, delete {folder}.")
         # What others store has no namespaces.
         removed, left = _collect(collection, folder, namespace or ("default" if is_theirs else None))
         note = "" if is_theirs else _vacuum(collection, wanted=vacuum)

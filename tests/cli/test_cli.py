@@ -105,6 +105,7 @@ def test_build_search_add_remove(kp: Kp, bank: Path) -> None:
     assert (report["added"], report["duplicates"], report["facts"]) == (0, 4, 4)
     assert as_json(kp("add", "bank", "--fact", "The ferry leaves at six.", "--id", "ferry", "--json"))["added"] == 1
     assert kp("add", "bank", "--fact", "The ferry leaves at nine.", "--id", "ferry")[0] == 1
+    assert kp("add", "bank", "--fact", "The ferry leaves at nine.", "--id", "fery", "--replace")[0] == 1
     code, out, _ = kp("add", "bank", "--fact", "The ferry leaves at nine.", "--id", "ferry", "--replace")
     assert (code, out) == (0, "Facts added: 1; already stored: 0; rows skipped: 0.\nNow 5 facts.\n")
     [hit] = as_json(kp("search", "bank", "When does the ferry leave?", "-k", "1", "--json"))["hits"]

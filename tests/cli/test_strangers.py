@@ -115,6 +115,11 @@ def test_packs_of_what_a_stranger_deleted_go(kp: Kp, theirs: Path, tmp_path: Pat
     for wrong in (["--packs", "nowhere"], ["--namespace", "other"]):
         code, out, _ = kp("gc", "theirs", *options, *wrong)
         assert (code, "There are no packs of the namespace" in out) == (0, True)
+    client = open_client(theirs, migrations="validate")
+    client.get_collection("facts").delete(ids=client.get_collection("facts").get()["ids"])
+    client.close()
+    one_line(kp("gc", "theirs", *options), "theirs has no documents, so all packs would go")
+    assert {str(handle) for handle in store} == kept
 
 
 def test_of_several_collections_one_is_named(kp: Kp, theirs: Path) -> None:
