@@ -22,7 +22,7 @@ from kp_core.facts.client import FACTS, SCHEMA, check_unlocked, is_url, open_cli
 from kp_core.facts.embed import Embedder, OtherEmbedder, SentenceTransformerEmbedder, as_embedder, normalised
 from kp_core.facts.filters import predicate
 from kp_core.facts.index import blank_room, check_index, repair_mark
-from kp_core.facts.store import BANK_SIZE, FactStore, Row, Vectors, alive
+from kp_core.facts.store import BANK_SIZE, FactStore, Row, Vectors, alive, ranked
 from kp_core.packs.handle import check_namespace
 
 __all__ = ["ChromaFactStore"]
@@ -337,10 +337,17 @@ class ChromaFactStore(FactStore):
         banks = self._bank_count(space)
         if banks is None:
             return [[] for _ in vectors]
-        arguments = {"query_embeddings": vectors, "n_results": min(count, banks), "include": ["distances"]}
-        answer = self._call(self._bank_collection(space), "query", **arguments)
-        results = zip(answer["ids"], answer["distances"], strict=True)
-        return [[(int(i), 1 - distance) for i, distance in zip(*columns, strict=True)] for columns in results]
+        centroids, wanted = self._bank_collection(space), min(count, banks)
+        arguments = {"query_embeddings": vectors, "n_results": wanted, "include": ["distances"]}
+        answer = self._call(centroids, "query", **arguments)
+        if all(len(ids) == wanted for ids in answer["ids"]):
+            results = zip(answer["ids"], answer["distances"], strict=True)
+            return [[(int(i), 1 - distance) for i, distance in zip(*columns, strict=True)] for columns in results]
+        # Once vectors were replaced, Chroma's index may no longer reach all of them.
+        stored = self._call(centroids, "get", include=["embeddings"])
+        numbers, rows = [int(number) for number in stored["ids"]], np.asarray(stored["embeddings"], np.float32)
+        near = ranked(vectors, normalised(rows), wanted)
+        return [[(numbers[at], cosine) for at, cosine in ranking] for ranking in near]
 
     def _set_banks(self, space: str, numbers: Mapping[str, int], centroids: Vectors) -> None:
         self._count_banks(space, 0)

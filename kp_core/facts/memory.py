@@ -10,7 +10,7 @@ import numpy as np
 from kp_core.facts.base import Fact, Filter, Hit
 from kp_core.facts.embed import Embedder
 from kp_core.facts.filters import predicate
-from kp_core.facts.store import BANK_SIZE, FactStore, Row, Vectors, alive
+from kp_core.facts.store import BANK_SIZE, FactStore, Row, Vectors, alive, ranked
 
 __all__ = ["MemoryFactStore"]
 
@@ -46,7 +46,7 @@ class MemoryFactStore(FactStore):
         rows = [row for row in self._held[space].values() if alive(row.fact) and test(row.fact)]
         if not rows:
             return []
-        [ranking] = _ranked(vector[None], np.stack([row.vector for row in rows]), count)
+        [ranking] = ranked(vector[None], np.stack([row.vector for row in rows]), count)
         return [Hit(rows[at].fact, cosine) for at, cosine in ranking]
 
     def _put(self, space: str, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
@@ -62,17 +62,10 @@ class MemoryFactStore(FactStore):
         return len(self._centroids[space]) if space in self._centroids else None
 
     def _nearest_banks(self, space: str, vectors: Vectors, count: int) -> list[list[tuple[int, float]]]:
-        return _ranked(vectors, self._centroids[space], count) if space in self._centroids else [[] for _ in vectors]
+        return ranked(vectors, self._centroids[space], count) if space in self._centroids else [[] for _ in vectors]
 
     def _set_banks(self, space: str, numbers: Mapping[str, int], centroids: Vectors) -> None:
         self._centroids.pop(space, None)
         self._held[space] = {i: row._replace(bank=numbers.get(i, row.bank)) for i, row in self._held[space].items()}
         if len(centroids):
             self._centroids[space] = centroids
-
-
-def _ranked(vectors: Vectors, others: Vectors, count: int) -> list[list[tuple[int, float]]]:
-    """For each of `vectors`, return the rows of the `count` nearest `others` with their cosines, nearest first."""
-    cosines = vectors @ others.T
-    order = np.argsort(-cosines, axis=1, kind="stable")[:, :count]
-    return [[(int(at), float(row[at])) for at in indices] for row, indices in zip(cosines, order, strict=True)]

@@ -21,7 +21,7 @@ from kp_core.facts.embed import Embedder, as_embedder, checked_vectors, normalis
 from kp_core.facts.filters import predicate
 from kp_core.facts.rerank import hits_wanted
 
-__all__ = ["BANK_SIZE", "LARGEST", "FactStore", "Row", "Vectors", "alive", "cluster"]
+__all__ = ["BANK_SIZE", "LARGEST", "FactStore", "Row", "Vectors", "alive", "cluster", "ranked"]
 
 logger = logging.getLogger(__name__)
 
@@ -226,9 +226,9 @@ class FactStore(ABC):
         spaces, count, yielded = self._with_banks(spaces), _FIRST, 0
         while True:
             near = [(cosine, s, n) for s in spaces for n, cosine in self._nearest_banks(s, query[None], count)[0]]
-            ranked = sorted(near, key=lambda bank: -bank[0])[:count]
-            yield from ((space, number) for _, space, number in ranked[yielded:])
-            if len(ranked) < count:
+            best = sorted(near, key=lambda bank: -bank[0])[:count]
+            yield from ((space, number) for _, space, number in best[yielded:])
+            if len(best) < count:
                 return
             count, yielded = _GROWTH * count, count
 
@@ -427,6 +427,13 @@ class FactStore(ABC):
 def alive(fact: Fact) -> bool:
     """Whether the fact has not expired."""
     return fact.expires is None or fact.expires > time.time()
+
+
+def ranked(vectors: Vectors, others: Vectors, count: int) -> list[list[tuple[int, float]]]:
+    """For each of `vectors`, return the rows of the `count` nearest `others` with their cosines, nearest first."""
+    cosines = vectors @ others.T
+    order = np.argsort(-cosines, axis=1, kind="stable")[:, :count]
+    return [[(int(at), float(row[at])) for at in indices] for row, indices in zip(cosines, order, strict=True)]
 
 
 def _stacked(rows: Sequence[Row]) -> Vectors:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from kp_core.bundled import cache_directory, check_reachable, converted
 from kp_core.errors import MissingDependencyError, ModelError
+from kp_core.packs.blobs import replace_file
 from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
 
@@ -270,10 +270,7 @@ def _kept_digest(name: str, compute: Callable[[], str], may_keep: Callable[[], b
     digest = compute()
     if may_keep():
         with suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as staging:
-                staging.write(digest)
-            Path(staging.name).replace(kept)
+            replace_file(kept, [digest.encode()])
     return digest
 
 

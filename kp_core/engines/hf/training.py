@@ -27,6 +27,7 @@ from transformers import DynamicCache
 
 from kp_core.compose.packet import PacketComposer, read_signed, write_signed
 from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.local.engine import LocalEngine
 from kp_core.engines.session import Session
 from kp_core.errors import ShortTextError, UnsupportedRequestError, WrapperError
 from kp_core.kv import KVTensors
@@ -466,7 +467,7 @@ class _Training:
 
 
 def _model_of(session: Session) -> CausalModel:
-    model = getattr(session.engine, "model", None)
+    model = session.engine.model if isinstance(session.engine, LocalEngine) else None
     if not isinstance(model, CausalModel):
         raise UnsupportedRequestError(
             f"{session.name} does not train soft tokens. `kp_core.load_engine(model)`, which runs the model with "
