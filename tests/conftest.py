@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,15 @@ def tiny_engine(architecture="llama", dtype=torch.float32, chunk_tokens=16, merg
         chunk_tokens=chunk_tokens,
         cache_bytes=50_000_000,
     )
+
+
+def skip_together(config, items, folder, library, remedy):
+    """Without `library`, let one test of `folder` stand for all: it is skipped and says how many they are."""
+    there = [item for item in items if folder in item.path.parents]
+    if there and find_spec(library) is None:
+        items[:] = [item for item in items if item not in set(there[1:])]
+        config.hook.pytest_deselected(items=there[1:])
+        there[0].add_marker(pytest.mark.skip(reason=f"{len(there)} tests of {folder.name} need {library}: {remedy}"))
 
 
 def alike(engine, one, other):

@@ -1,6 +1,5 @@
 """The bundled model from its GGUF file, in llama.cpp. Without llama-cpp-python, these tests are skipped."""
 
-import importlib.util
 import multiprocessing
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,14 +8,12 @@ import pytest
 
 from kp_core import load_engine
 from kp_core.bundled import installed_file
+from tests.conftest import skip_together
 from tests.ggufs import write_gguf
 
 
-def pytest_collection_modifyitems(items):
-    if importlib.util.find_spec("llama_cpp") is None:
-        for item in items:
-            if Path(__file__).parent in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason="`make setup-llama` builds llama-cpp-python"))
+def pytest_collection_modifyitems(config, items):
+    skip_together(config, items, Path(__file__).parent, "llama_cpp", "`make setup-llama` builds it")
 
 
 def load(**settings):

@@ -1,7 +1,7 @@
 """A real server of `kp serve` on the bundled model; without vLLM (`make setup-vllm`) its tests are skipped."""
 
 import json
-from importlib.util import find_spec
+from pathlib import Path
 
 import httpx
 import pytest
@@ -10,12 +10,16 @@ from benchmarks.vllm import TENANTS, WAYS
 from benchmarks.vllmserver import KpServer
 from kp_core import PackStore, bundled_model, load_engine
 from kp_serve.access import add_key
-from tests.conftest import DEMO
+from tests.conftest import DEMO, skip_together
 
 # Threads that are bound to cores wait for one another whenever something else runs there.
 # With 2 GiB of KV, five servers at a time and the tests filled 24 GB, and the kernel ended one.
 SETTINGS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 VLLMS = ["--max-model-len", "2048", "--max-num-batched-tokens", "1024", "--max-num-seqs", "8"]
+
+
+def pytest_collection_modifyitems(config, items):
+    skip_together(config, items, Path(__file__).parent, "vllm", "`make test-vllm` runs them")
 
 
 class Server(KpServer):
@@ -85,8 +89,6 @@ class Both:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed here; `make test-vllm` runs this in an environment of its own")
     made = Server(tmp_path_factory.mktemp("served"))
     try:
         yield made.start()

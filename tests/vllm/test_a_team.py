@@ -7,7 +7,6 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -32,8 +31,6 @@ COIN = "What is the coin called?"
 @pytest.fixture(scope="module")
 def team(tmp_path_factory):
     """Two servers with one key of their own and one secret, on a real S3 server; each with a disk cache of its own."""
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed here; `make test-vllm` runs this in an environment of its own")
     folder, (key, secret), model = tmp_path_factory.mktemp("team"), s3server.KEYS["owner"], bundled_model()
     (folder / "cache").mkdir()
     (folder / "cache" / model.name).symlink_to(model)

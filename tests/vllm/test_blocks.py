@@ -8,7 +8,6 @@ from kp_core.errors import PackError
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 127, 128, 300])
 def test_what_is_written_into_vllms_cache_is_read_back(dtype, tokens):
-    pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs this")
     from kp_serve.blocks import PagedKV
 
     made = torch.Generator().manual_seed(tokens)

@@ -135,7 +135,6 @@ def test_an_end_in_the_middle_is_said_and_loses_nothing(server):
 
 
 def test_what_packs_do_not_fit_into_is_refused():
-    pytest.importorskip("vllm")
     from kp_serve.connector import _check
 
     def config(cache="auto", dtype="bfloat16", policy="fail"):

@@ -4,9 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
-
-import pytest
 
 from benchmarks import vllmserver
 from kp_core import bundled_model
@@ -15,8 +12,6 @@ from tests.vllm.conftest import SETTINGS
 
 
 def test_every_row_gets_its_tokens_a_second(tmp_path):
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed here; `make test-vllm` runs this in an environment of its own")
     prompts = [[1, 9690, 198, 2683 + number, 335] for number in range(3)]
     rows = [{"prompts": prompts, "warm": prompts[:1], "at_once": at_once} for at_once in (3, 1)]
     asked = {"model": str(bundled_model()), "dtype": "float32", "tokens": 4, "rows": rows}

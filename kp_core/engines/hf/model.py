@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -177,11 +178,12 @@ class CausalModel:
         if "bitwise" in self.lacks:
             return dtype, self._engine, "any"
         version, cpu = torch.__version__.partition("+")[0], torch.cpu
-        units = {"bf16": cpu._is_avx512_bf16_supported(), "amx": cpu._is_amx_tile_supported()}  # noqa: SLF001
-        names = (
-            torch.backends.cpu.get_cpu_capability(),
-            *(name for name, is_supported in units.items() if is_supported),
-        )
+        names = [torch.backends.cpu.get_cpu_capability()]
+        if names[0].startswith("AVX512"):  # torch can be told to leave these out, and then names what it has left.
+            units = {"bf16": cpu._is_avx512_bf16_supported(), "amx": cpu._is_amx_tile_supported()}  # noqa: SLF001
+            names += [name for name, is_supported in units.items() if is_supported]
+        limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+        names += [f"oneDNN {limit}"] * (limit not in ("", names[0]))
         return dtype, self._engine, f"tiles of {TILE}, torch {version}, {' '.join(names)}"
 
     @property

@@ -32,12 +32,14 @@ def engine_of(model, **settings):
 
 
 def same_from_pack_as_from_text(engine, folder):
-    """The answer of `engine`, after its logits were seen to be the same, bit for bit, from a pack and computed anew."""
+    """The answer of `engine`, after its logits were seen to be the same from a pack and computed anew: bit for bit, or
+    up to rounding where the engine says that reuse rounds differently.
+    """
     store = PackStore(folder / "packs")
     asked = {"messages": f"{store.put(engine.build_pack(TEXT, namespace='a'))} {QUESTION}", "view": store.view("a")}
     engine.clear_cache()
     cold, warm = engine.prefill(**asked, reuse=False), engine.prefill(**asked)
-    assert torch.equal(cold.logits, warm.logits)
+    assert alike(engine, cold.logits, warm.logits)
     assert warm.usage.reused_tokens >= warm.usage.pack_tokens > 0
     assert cold.usage.reused_tokens == 0
     answer = engine.generate(**asked, max_tokens=8)
