@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from kp_cli.resident import run_there
 from kp_cli.signs import waiting
 
 __all__ = ["INTERRUPTED", "importing", "main"]
@@ -45,10 +44,6 @@ def importing() -> Iterator[None]:
 
 def main() -> None:
     """Run `kp` and exit."""
-    with importing():
-        code_there = run_there(sys.argv[1:])
-    if code_there is not None:
-        sys.exit(code_there)
     try:
         with importing(), waiting("Starting"):
             from kp_cli.app import run

@@ -43,8 +43,6 @@ _COMMANDS = {
     "inspect": ("checking", "What is in a collection, a store of packs or a pack file."),
     "verify": ("checking", "Check that a collection, a store of packs or a pack file can be trusted."),
     "doctor": ("doctor", "Machine, packages, whether a model is supported, and where storing KV pays."),
-    "up": ("keeping", "Keep a model loaded, so that `ask` and others begin at once."),
-    "down": ("keeping", "End what `kp up` began."),
     "mcp": ("mcp", "Serve a collection to agents over the Model Context Protocol."),
     "serve": ("serving", "Serve a model with its packs to a team, on vLLM."),
     "key": ("serving", "Make a key for `kp serve`."),
@@ -53,6 +51,9 @@ _COMMANDS = {
     "packet": ("packet", "Soft tokens around packs: train them, and see what they are worth."),
 }
 """Each command: its module, which is imported on call, as some take seconds; and its help."""
+
+_GONE = dict.fromkeys(("up", "down"), "`kp serve`, `kp play` or a Python process keeps a model loaded")
+"""Commands of earlier releases, and what to use instead."""
 
 _GUIDE = """\
 Knowledge Packs: facts found by meaning, for a model that has read them.
@@ -70,6 +71,8 @@ class _Late(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - of Click, which Typer hides
         """See `TyperGroup.resolve_command`."""
+        if args[0] in _GONE:
+            raise typer.BadParameter(f"`kp {args[0]}` is gone in 0.3; {_GONE[args[0]]}.")
         name, _, arguments = super().resolve_command(ctx, args)
         return name, None if name is None else load_command(name), arguments
 

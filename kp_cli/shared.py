@@ -69,14 +69,6 @@ MaybeNamespace = Annotated[
 ]
 
 
-class OtherModelError(Exception):
-    """The resident engine has another model than the command wants."""
-
-
-RESIDENT: dict[tuple[str | None, ...], Session] = {}
-"""In the process of `kp up`: its session, by `ModelOptions.key`."""
-
-
 @dataclass(frozen=True)
 class ModelOptions:
     """Options for the model of a command, and for the engine that runs it."""
@@ -101,18 +93,8 @@ class ModelOptions:
         typer.Option(help="Default: the best that this machine supports."),
     ] = None
 
-    @property
-    def key(self) -> tuple[str | None, ...]:
-        """The same for options that load the same model, in whatever folder they are given."""
-        is_place = self.model is not None and Path(self.model).exists()
-        return (str(Path(str(self.model)).resolve()) if is_place else self.model, self.engine, self.dtype)
-
     def load(self) -> Session:
         """A session on the engine. Raises `ModelError` if there is none."""
-        if RESIDENT:
-            if self.key not in RESIDENT:
-                raise OtherModelError
-            return RESIDENT[self.key]
         with importing(), waiting("Loading libraries"):
             from kp_core import load_engine
 

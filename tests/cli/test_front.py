@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kp_cli import INTERRUPTED, demo
-from kp_cli.app import _COMMANDS, load_command
+from kp_cli.app import _COMMANDS, _GONE, load_command
 from kp_cli.signs import waiting
 from kp_core import PackStore
 from tests.cli.conftest import ENVIRONMENT, Kp, as_json
@@ -42,6 +42,12 @@ def test_every_command_is_where_the_table_says() -> None:
     for name in _COMMANDS:
         assert load_command(name).name == name
         assert load_command(name).help
+
+
+@pytest.mark.parametrize("name", sorted(_GONE))
+def test_a_command_that_left_is_refused_with_what_to_use(kp: Kp, name: str) -> None:
+    code, _, said = kp(name, "notes")
+    assert (code, f"`kp {name}` is gone in 0.3; {_GONE[name]}." in " ".join(said.replace("│", " ").split())) == (2, True)
 
 
 def test_a_search_loads_neither_torch_nor_what_stands_on_it(bank: Path) -> None:
