@@ -33,26 +33,28 @@ _COMMANDS = {
     "add": ("knowledge", "Add facts to a collection."),
     "edit": ("knowledge", "Correct what a fact or a pack says, by a line behind it."),
     "remove": ("knowledge", "Remove facts, and packs that no fact uses then."),
-    "gc": ("knowledge", "Remove packs that no fact uses any more."),
     "search": ("searching", "Find the facts nearest to a question."),
     "ask": ("asking", "Answer a question from a collection."),
     "chat": ("asking", "Talk with a model about a collection."),
     "play": ("play", "A page in the browser: packs and text side by side."),
-    "size": ("knowledge", "What packs of a collection or of files take: tokens, disk, minutes."),
-    "status": ("checking", "What is compiled, from where, how large, and when it was last used."),
-    "inspect": ("checking", "What is in a collection, a store of packs or a pack file."),
+    "status": ("checking", "What a collection, store or pack file holds; with --cost, what packs would take."),
     "verify": ("checking", "Check that a collection, a store of packs or a pack file can be trusted."),
     "doctor": ("doctor", "Machine, packages, whether a model is supported, and where storing KV pays."),
     "mcp": ("mcp", "Serve a collection to agents over the Model Context Protocol."),
     "serve": ("serving", "Serve a model with its packs to a team, on vLLM."),
-    "key": ("serving", "Make a key for `kp serve`."),
     "steer": ("steer", "Change how a model speaks, without a word in the prompt."),
     "calibrate": ("calibrating", "Which composers answer as well as the text, and how much sooner."),
     "packet": ("packet", "Soft tokens around packs: train them, and see what they are worth."),
 }
 """Each command: its module, which is imported on call, as some take seconds; and its help."""
 
-_GONE = dict.fromkeys(("up", "down"), "`kp serve`, `kp play` or a Python process keeps a model loaded")
+_GONE = {
+    **dict.fromkeys(("up", "down"), "`kp serve`, `kp play` or a Python process keeps a model loaded"),
+    "gc": "use `kp remove COLLECTION --unused`",
+    "inspect": "use `kp status PATH`",
+    "key": "use `kp serve --new-key FILE --namespace NAME`",
+    "size": "use `kp status PATH... --cost`",
+}
 """Commands of earlier releases, and what to use instead."""
 
 _GUIDE = """\
@@ -61,7 +63,7 @@ Knowledge Packs: facts found by meaning, for a model that has read them.
   kp demo                    see it in a minute; nothing to prepare
   kp build notes FOLDER      a collection of files: PDF, Word, Markdown, HTML
   kp ask notes "QUESTION"    an answer from it; asked again, its packs are ready
-  kp size notes              what storing it for the model takes
+  kp status notes            what it holds, and what is compiled
   kp --help                  all commands\
 """
 

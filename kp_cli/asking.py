@@ -19,7 +19,7 @@ from kp_cli.shared import (
     JsonFlag,
     ModelOptions,
     Place,
-    ReadOptions,
+    PlaceOptions,
     SearchOptions,
     about_hit,
     console,
@@ -48,7 +48,7 @@ _MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer."
 
 
 @dataclass(frozen=True)
-class _AskOptions(SearchOptions, ModelOptions, ReadOptions):
+class _AskOptions(SearchOptions, ModelOptions, PlaceOptions):
     """Options for facts, for packs and for the model."""
 
     unit: Annotated[Unit, typer.Option(help="What a pack holds.")] = "fact"
@@ -182,7 +182,7 @@ class _Asker:
         # Banks are made on first use, which writes to the collection.
         with waiting("Opening the collection"):
             read_only = options.unit != "bank"
-            facts = stack.enter_context(options.reading(place, namespace=options.namespace, read_only=read_only))
+            facts = stack.enter_context(options.open(place, read_only=read_only))
             if not len(facts):
                 facts.search("anything")
             if options.namespace not in (None, *(known := facts.namespaces())):

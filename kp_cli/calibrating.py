@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kp_cli.shared import JsonFlag, ModelOptions, Place, ReadOptions, existing, spread, tell
+from kp_cli.shared import JsonFlag, ModelOptions, Place, PlaceOptions, existing, spread, tell
 from kp_core.engines.calibration import COMPOSERS, CalibrationQuestion, calibrate_composers, enough_of
 from kp_core.errors import OptionError, SourceError
 from kp_core.facts.sources.texts import read_json_lines
@@ -34,7 +34,7 @@ def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
     composers: Annotated[str, typer.Option(help="What to measure, with spaces between.")] = " ".join(COMPOSERS),
     minutes: Annotated[float, typer.Option(min=0.1, help="Most minutes; twenty questions are asked at least.")] = 10,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write it to a file, too.")] = None,
-    read: ReadOptions,
+    read: PlaceOptions,
     model: ModelOptions,
     as_json: JsonFlag = False,
 ) -> None:
@@ -46,7 +46,7 @@ def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
     """
     if out is not None:
         existing(out.parent)  # Before minutes are spent.
-    with read.reading(place) as facts:
+    with read.open(place, read_only=True) as facts:
         asked = enough_of(_questions(existing(questions), facts, k))
         store, session = PackStore(read.folder(place, facts)), model.load()
     calibration = calibrate_composers(

@@ -1,4 +1,4 @@
-"""`kp inspect`, `kp status`, `kp verify`: show what a collection, a store or a pack file holds, and check it."""
+"""`kp status`, `kp verify`: show what a collection, a store or a pack file holds, and check it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kp_cli.knowledge import SourceOptions
 from kp_cli.shared import (
     JsonFlag,
     ModelOptions,
     PlaceOptions,
     TargetPath,
     console,
+    counted,
     is_collection,
     is_store,
     spread,
@@ -28,16 +30,19 @@ from kp_cli.shared import (
 )
 from kp_cli.signs import waiting
 from kp_core import PackStore
-from kp_core.delivery import Delivery
+from kp_core.compiling import compile_cost, estimate_units
+from kp_core.delivery import Delivery, Unit
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, FactStoreLockedError, KnowledgePackError, PackError
 from kp_core.facts import ChromaFactStore
 from kp_core.facts.client import is_url
+from kp_core.facts.store import BANK_SIZE
+from kp_core.packs.codec import Compression
 from kp_core.packs.file import read_pack
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack
 
-__all__ = ["inspect", "status", "verify"]
+__all__ = ["status", "verify"]
 
 _MOST_ROWS = 20
 _HINT = "`kp build COLLECTION FILE...` makes a collection."
@@ -45,60 +50,62 @@ _QUESTION = "What is known about this?"
 
 
 @spread
-def inspect(
-    path: TargetPath,
+def status(  # noqa: PLR0913 - one parameter per option or group of options
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="PATH...", help="A collection, a store of packs or a pack file; --cost: or texts."),
+    ],
     *,
-    options: PlaceOptions,
-    as_json: JsonFlag = False,
-) -> None:
-    """Show what it holds: facts, namespaces, embedder, banks, sizes, fingerprints."""
-    if is_collection(path):
-        with options.open(path, read_only=True) as facts:
-            report = _about_collection(facts)
-            folder = options.folder(path, facts)
-        if is_store(folder):
-            report["packs"] = _about_store(folder)
-    elif is_store(path):
-        report = _about_store(path)
-    else:
-        report = _about_pack(_read_pack(path)) | {"file_bytes": Path(path).stat().st_size}
-    tell(report, table_of(report), as_json=as_json)
-
-
-@spread
-def status(
-    path: TargetPath,
-    *,
+    cost: Annotated[
+        bool, typer.Option("--cost", help="Tokens, disk and minutes that packs of a collection or of files would take.")
+    ] = False,
+    unit: Annotated[Unit, typer.Option(help="What a pack of --cost holds.")] = "fact",
     watch: Annotated[
         float | None,
         typer.Option("--watch", metavar="SECONDS", min=0.1, help="Look again after this time."),
     ] = None,
     options: PlaceOptions,
+    model: ModelOptions,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what is compiled: from where, how large, and when it was last used; what was used last comes first.
+    """Show what it holds: facts, namespaces, embedder, banks; what is compiled, from where, how large, and when it was
+    last used, the latest first. `used` is written once a minute, and when a process ends.
 
-    `used` is written once a minute, and when a process ends.
+    --cost counts tokens on a sample of 256 packs, and measures bytes and minutes by compiling eight. It stores nothing.
     """
-    place = path
-    if is_collection(path):
-        with options.open(path, read_only=True) as facts:
-            place = options.folder(path, facts)
-    if not is_store(place):
-        if is_collection(path):
-            raise PackError(f"{path} has no packs yet. `kp build {path} --compile` or `kp ask` compiles some.")
-        raise FactError(f"{path} is neither a collection nor a store of packs. {_HINT}")
+    if cost:
+        _tell_cost(paths, unit, options, model, as_json=as_json)
+        return
+    if len(paths) > 1:
+        raise typer.BadParameter(f"Got {len(paths)} paths; expected one, or --cost.")
     while True:
-        report = _about_sources(place)
+        report, shown = _about(paths[0], options)
         if watch is not None and not as_json:
             console().clear()  # Of a terminal alone.
-        tell(report, _sources_table(report), as_json=as_json)
+        tell(report, shown, as_json=as_json)
         if watch is None:
             return
         try:
             time.sleep(watch)
         except KeyboardInterrupt:
             return
+
+
+def _about(path: str, options: PlaceOptions) -> tuple[dict[str, Any], RenderableType]:
+    """What a collection, a store or a pack file holds, as JSON and for people."""
+    if not is_collection(path):
+        if is_store(path):
+            packs = _about_store(path)
+            return packs, _store_table(packs)
+        report = _about_pack(_read_pack(path)) | {"file_bytes": Path(path).stat().st_size}
+        return report, table_of(report)
+    with options.open(path, read_only=True) as facts:
+        report, folder = _about_collection(facts), options.folder(path, facts)
+    if not is_store(folder):
+        note = f"No packs yet. `kp build {path} --compile` or `kp ask` compiles some."
+        return report, Group(table_of(report), note)
+    packs = _about_store(folder)
+    return {**report, "packs": packs}, Group(table_of(report), _store_table(packs))
 
 
 @spread
@@ -134,7 +141,9 @@ def verify(  # noqa: PLR0913 - one parameter per option or group of options
     report = {"path": path, "wrong": faults, "repaired": repair and bool(faults), "left": left}
     message = Text()
     if orphans:
-        message.append(f"Packs that no fact uses any more: {', '.join(orphans)}; `kp gc {path}` removes them.\n")
+        message.append(
+            f"Packs that no fact uses any more: {', '.join(orphans)}; `kp remove {path} --unused` removes them.\n"
+        )
     if counts["checked"]:
         message.append(f"Packs that were rendered in a prompt, by handle and by text: {counts['checked']}.\n")
     if counts["other_model"]:
@@ -269,8 +278,23 @@ def _about_collection(store: ChromaFactStore) -> dict[str, Any]:
 
 
 def _about_store(path: str) -> dict[str, Any]:
+    """A store of packs: sums, and a row for each source that packs were made of, the one used last first."""
     store = PackStore(path)
-    entries = [entry for handle in store for entry in store.entries(handle)]
+    used, sources, entries = store.last_used(), dict[str, dict[str, Any]](), list[KnowledgePack]()
+    for handle in store:
+        of_pack = list(store.entries(handle))
+        if not of_pack:  # Damaged, or removed meanwhile.
+            continue
+        entries += of_pack
+        origin = of_pack[0].provenance
+        source = origin.get("source") or origin.get("title") or "(not recorded)"
+        row = sources.setdefault(source, {"packs": 0, "with_kv": 0, "tokens": 0, "bytes": 0, "used": None})
+        row["packs"] += 1
+        row["with_kv"] += any(entry.stored_bytes for entry in of_pack)
+        row["tokens"] += len(of_pack[0].token_ids)
+        row["bytes"] += sum(entry.stored_bytes for entry in of_pack)
+        row["used"] = max(row["used"] or 0, used.get(str(handle), 0)) or None
+    rows = sorted(sources.items(), key=lambda item: -(item[1]["used"] or 0))
     return {
         "store": path,
         "packs": len(store),
@@ -278,9 +302,11 @@ def _about_store(path: str) -> dict[str, Any]:
         "with_kv": sum(entry.stored_bytes > 0 for entry in entries),
         "tokens": sum(len(entry.token_ids) for entry in entries),
         "bytes": store.nbytes,
+        "max_bytes": store.max_bytes,
         "compression": dict(Counter(entry.compression for entry in entries if entry.stored_bytes)),
         "fingerprints": dict(Counter(entry.fingerprint.id for entry in entries)),
         "kept": _about_kept(store),
+        "sources": [{"source": source, **row} for source, row in rows],
     }
 
 
@@ -295,32 +321,7 @@ def _about_kept(store: PackStore) -> dict[str, int]:
     }
 
 
-def _about_sources(place: str) -> dict[str, Any]:
-    """The packs of a store, added up by the source that they were made of."""
-    store = PackStore(place)
-    used, sources = store.last_used(), dict[str, dict[str, Any]]()
-    for handle in store:
-        entries = list(store.entries(handle))
-        if not entries:  # Damaged, or removed meanwhile.
-            continue
-        origin = entries[0].provenance
-        source = origin.get("source") or origin.get("title") or "(not recorded)"
-        row = sources.setdefault(source, {"packs": 0, "with_kv": 0, "tokens": 0, "bytes": 0, "used": None})
-        row["packs"] += 1
-        row["with_kv"] += any(entry.stored_bytes for entry in entries)
-        row["tokens"] += len(entries[0].token_ids)
-        row["bytes"] += sum(entry.stored_bytes for entry in entries)
-        row["used"] = max(row["used"] or 0, used.get(str(handle), 0)) or None
-    rows = sorted(sources.items(), key=lambda item: -(item[1]["used"] or 0))
-    return {
-        "store": place,
-        "sources": [{"source": source, **row} for source, row in rows],
-        "kept": _about_kept(store),
-        "max_bytes": store.max_bytes,
-    }
-
-
-def _sources_table(report: dict[str, Any]) -> Group:
+def _store_table(report: dict[str, Any]) -> Group:
     rows, kept = report["sources"], report["kept"]
     table = Table()
     table.add_column("source", overflow="fold")
@@ -333,7 +334,8 @@ def _sources_table(report: dict[str, Any]) -> Group:
     table.add_section()
     table.add_row("all", *_sums(rows), "")
     kept_line = f"KV behind packs: {kept['bytes'] / 1e6:,.1f} MB kept, of at most {kept['max_bytes'] / 1e6:,.0f}."
-    return Group(f"Store: {report['store']}", table, kept_line)
+    made_for = ", ".join(report["fingerprints"]) or "none"
+    return Group(f"Store: {report['store']}", table, kept_line, f"Compiled for the models: {made_for}.")
 
 
 def _sums(rows: list[dict[str, Any]]) -> list[str]:
@@ -361,3 +363,37 @@ def _about_pack(pack: KnowledgePack) -> dict[str, Any]:
         "fingerprint": pack.fingerprint.to_dict(),
         "provenance": dict(pack.provenance),
     }
+
+
+_STORED: dict[Compression, str] = {
+    "none": "read soonest",
+    "lossless": "no bit changed",
+    "int8": "rounded: an approximation, read with --mismatch accept",
+}
+
+
+def _tell_cost(paths: list[str], unit: Unit, options: PlaceOptions, model: ModelOptions, *, as_json: bool) -> None:
+    """Tokens, bytes on disk for each way of storing KV, and minutes to compile, for this model on this machine."""
+    if len(paths) == 1 and is_collection(paths[0]):
+        with options.open(paths[0], read_only=True) as collection:
+            facts, banks = list(collection.facts()), collection.bank_size
+    else:
+        facts, banks = list(SourceOptions().facts([Path(path) for path in paths], [])), BANK_SIZE
+    units = [fact.text for fact in estimate_units(facts, unit, banks)]
+    session = model.load()
+    with waiting("Measuring"):
+        costs = {kind: compile_cost(units, session, compress=kind) for kind in _STORED}
+    tokens, text_bytes = costs["none"][0], sum(len(text.encode()) for text in units)
+    table = Table("stored as", "MB on disk", "minutes to compile", "")
+    for kind, (_, nbytes, seconds) in costs.items():
+        table.add_row(kind, f"{nbytes / 1e6:,.1f}", f"{seconds / 60:.1f}", _STORED[kind])
+    table.add_row("lazy", f"{text_bytes / 1e6:,.1f}", "0", "text alone; KV is computed at first use")
+    message = (
+        f"{counted(len(facts), 'fact')}: {counted(len(units), 'pack')} of {tokens:,} tokens, "
+        f"{session.bytes_per_token:,} bytes of KV each; the text has {text_bytes / 1e6:,.2f} MB."
+    )
+    report: dict[str, Any] = {"facts": len(facts), "packs": len(units), "tokens": tokens, "text_bytes": text_bytes}
+    report |= {"model": session.name, "bytes_per_token": session.bytes_per_token}
+    names = ("packs", "tokens", "nbytes", "seconds")
+    report |= {"stored": {kind: dict(zip(names, (len(units), *cost), strict=True)) for kind, cost in costs.items()}}
+    tell(report, Group(message, table), as_json=as_json)

@@ -1,4 +1,4 @@
-"""`kp build`, `add`, `edit`, `remove`, `gc`, `size`: add facts to collections, correct and remove them."""
+"""`kp build`, `add`, `edit`, `remove`: add facts to collections, correct and remove them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group
-from rich.table import Table
 
 from kp_cli.shared import (
     JsonFlag,
@@ -20,7 +18,6 @@ from kp_cli.shared import (
     ModelOptions,
     Place,
     PlaceOptions,
-    ReadOptions,
     TargetPath,
     Where,
     checked_namespace,
@@ -36,14 +33,13 @@ from kp_cli.shared import (
 )
 from kp_cli.signs import fitted, waiting
 from kp_core import edit as editing
-from kp_core.compiling import compile_cost, estimate_units, find_compiled, provenance_of
+from kp_core.compiling import compile_cost, find_compiled, provenance_of
 from kp_core.delivery import KV, Delivery, Unit
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, PackError, SourceError
 from kp_core.facts import ChromaFactStore, Fact, FactStore
 from kp_core.facts.sources import OnError, read_dataset, read_facts
 from kp_core.facts.sources.drafts import STDIN
-from kp_core.facts.store import BANK_SIZE
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
@@ -51,7 +47,7 @@ from kp_core.packs.store import PackStore
 from kp_core.progress import bar_of
 from kp_serve.engine import VLLMEngine
 
-__all__ = ["add", "build", "edit", "gc", "remove", "size"]
+__all__ = ["SourceOptions", "add", "build", "edit", "remove"]
 
 logger = logging.getLogger(__name__)
 
@@ -255,6 +251,7 @@ def remove(  # noqa: PLR0913 - one parameter per option
     where: Where = None,
     source: Annotated[str | None, typer.Option(metavar="FILE", help="Only facts of this source.")] = None,
     namespace: MaybeNamespace = None,
+    unused: Annotated[bool, typer.Option("--unused", help="Remove no facts, only packs that no fact uses.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
     vacuum: _Vacuum = True,
     options: PlaceOptions,
@@ -263,94 +260,28 @@ def remove(  # noqa: PLR0913 - one parameter per option
 ) -> None:
     """Remove the facts that match all of ids, filter and source, and packs that no fact uses any more."""
     tests = [test for test in (filter_of(where), source and {"kp:source": source}) if test]
-    if not ids and not tests:
-        raise typer.BadParameter("Got neither ids nor --where nor --source; give one.")
+    if unused == bool(ids or tests):
+        raise typer.BadParameter("Got neither ids nor --where nor --source nor --unused; give one (--unused alone).")
     with options.open(place, wait=wait) as collection:
-        full_ids = [_full_id(prefix, collection) for prefix in ids] if ids else None
-        matching = list(collection.facts(ids=full_ids, where={"$and": tests} if tests else None, namespace=namespace))
+        matching: list[Fact] = []
+        if not unused:
+            full_ids = [_full_id(prefix, collection) for prefix in ids] if ids else None
+            where_all = {"$and": tests} if tests else None
+            matching = list(collection.facts(ids=full_ids, where=where_all, namespace=namespace))
+        packs, folder = 0, options.folder(place, collection)
         report: dict[str, Any] = {"removed": [fact.id for fact in matching], "dry_run": dry_run}
         message = f"Facts that would be removed: {len(matching)}."
+        if dry_run and unused and is_store(folder):
+            packs = len(Delivery(collection, None, PackStore(folder), namespace=namespace).orphans())
+            report["packs"], message = packs, f"Packs that would be removed: {packs}."
         if not dry_run:
             for space in {fact.namespace for fact in matching}:
                 collection.delete([fact.id for fact in matching if fact.namespace == space], namespace=space)
-            packs, _ = _collect(collection, options.folder(place, collection))
+            packs = _collect(collection, folder, namespace if unused else None)
             note = _vacuum(collection, wanted=vacuum)
             report |= {"packs": packs, "vacuumed": not note}
             message = f"Facts removed: {len(matching)}; packs: {packs}; facts left: {len(collection)}.{note}"
         tell({**report, "facts": len(collection)}, message, as_json=as_json)
-
-
-@spread
-def gc(  # noqa: PLR0913 - one parameter per option or group of options
-    place: Place,
-    *,
-    namespace: MaybeNamespace = None,
-    vacuum: _Vacuum = True,
-    options: ReadOptions,
-    wait: _Wait = 0.0,
-    as_json: JsonFlag = False,
-) -> None:
-    """Remove packs that no fact uses any more, and erase removed facts from the disk.
-
-    For a Chroma database that `kp` did not make, these are packs whose documents have changed or are gone. It is only
-    read, and only packs of one namespace are removed, which should be of one collection.
-    """
-    with options.reading(place, namespace=namespace, searched=False, read_only=False, wait=wait) as collection:
-        is_theirs, folder = collection.read_only, options.folder(place, collection)
-        if is_theirs and not len(collection):
-            raise FactError(f"{place} has no documents, so all packs would go. If that is meant, delete {folder}.")
-        # What others store has no namespaces.
-        removed, left = _collect(collection, folder, namespace or ("default" if is_theirs else None))
-        note = "" if is_theirs else _vacuum(collection, wanted=vacuum)
-    if is_theirs and not (removed or left):
-        note = f" There are no packs of the namespace {namespace or 'default'!r} in {folder}: check --packs."
-    report = {"packs": removed, "left": left, "vacuumed": not (is_theirs or note)}
-    tell(report, f"Packs removed: {removed}; left: {left}.{note}", as_json=as_json)
-
-
-_STORED: dict[Compression, str] = {
-    "none": "read soonest",
-    "lossless": "no bit changed",
-    "int8": "rounded: an approximation, read with --mismatch accept",
-}
-
-
-@spread
-def size(
-    places: Annotated[list[str], typer.Argument(metavar="PATH...", help="A collection; or files and folders of text.")],
-    *,
-    unit: _Unit = "fact",
-    options: PlaceOptions,
-    model: ModelOptions,
-    as_json: JsonFlag = False,
-) -> None:
-    """Show tokens, bytes on disk for each way of storing KV, and minutes to compile, for this model on this machine.
-
-    Nothing is stored. Tokens are counted on a sample of 256 packs, bytes and minutes measured by compiling eight.
-    """
-    if len(places) == 1 and is_collection(places[0]):
-        with options.open(places[0], read_only=True) as collection:
-            facts, banks = list(collection.facts()), collection.bank_size
-    else:
-        facts, banks = list(SourceOptions().facts([Path(path) for path in places], [])), BANK_SIZE
-    units = [fact.text for fact in estimate_units(facts, unit, banks)]
-    session = model.load()
-    with waiting("Measuring"):
-        costs = {kind: compile_cost(units, session, compress=kind) for kind in _STORED}
-    tokens, text_bytes = costs["none"][0], sum(len(text.encode()) for text in units)
-    table = Table("stored as", "MB on disk", "minutes to compile", "")
-    for kind, (_, nbytes, seconds) in costs.items():
-        table.add_row(kind, f"{nbytes / 1e6:,.1f}", f"{seconds / 60:.1f}", _STORED[kind])
-    table.add_row("lazy", f"{text_bytes / 1e6:,.1f}", "0", "text alone; KV is computed at first use")
-    message = (
-        f"{counted(len(facts), 'fact')}: {counted(len(units), 'pack')} of {tokens:,} tokens, "
-        f"{session.bytes_per_token:,} bytes of KV each; the text has {text_bytes / 1e6:,.2f} MB."
-    )
-    report: dict[str, Any] = {"facts": len(facts), "packs": len(units), "tokens": tokens, "text_bytes": text_bytes}
-    report |= {"model": session.name, "bytes_per_token": session.bytes_per_token}
-    names = ("packs", "tokens", "nbytes", "seconds")
-    report |= {"stored": {kind: dict(zip(names, (len(units), *cost), strict=True)) for kind, cost in costs.items()}}
-    tell(report, Group(message, table), as_json=as_json)
 
 
 def _ingest(
@@ -435,15 +366,9 @@ def _compile_there(server: VLLMEngine, units: Sequence[Fact], unit: Unit) -> Non
             pass  # An error in a thread is raised here, and cancels the rest.
 
 
-def _collect(facts: ChromaFactStore, folder: str, namespace: str | None = None) -> tuple[int, int]:
-    """Remove the packs in `folder`, of `namespace` if given, that no fact uses any more. Returns how many, and how many
-    are left.
-    """
-    if not is_store(folder):
-        return 0, 0
-    store = PackStore(folder)
-    removed = Delivery(facts, None, store, namespace=namespace).gc()
-    return len(removed), len(list(store.handles(namespace)))
+def _collect(facts: ChromaFactStore, folder: str, namespace: str | None = None) -> int:
+    """Remove the packs in `folder`, of `namespace` if given, that no fact uses any more. Returns how many."""
+    return len(Delivery(facts, None, PackStore(folder), namespace=namespace).gc()) if is_store(folder) else 0
 
 
 def _vacuum(facts: ChromaFactStore, *, wanted: bool) -> str:
@@ -451,7 +376,7 @@ def _vacuum(facts: ChromaFactStore, *, wanted: bool) -> str:
     if facts.path is None:
         return f" {facts.where} keeps removed facts until `chroma vacuum --path FOLDER` is run there."
     if not wanted:
-        return f" Chroma keeps removed facts on the disk until `kp gc {facts.path}`."
+        return f" Chroma keeps removed facts on the disk until `kp remove {facts.path} --unused`."
     facts.vacuum()
     return ""
 

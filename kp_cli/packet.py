@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kp_cli.shared import JsonFlag, ModelOptions, ReadOptions, existing, is_collection, spread, tell
+from kp_cli.shared import JsonFlag, ModelOptions, PlaceOptions, existing, is_collection, spread, tell
 from kp_core.compose.packet import SHIPPED, PacketComposer
 from kp_core.facts.sources import read_facts
 
@@ -45,7 +45,7 @@ def train(  # noqa: PLR0913 - one parameter per setting
     every: Annotated[int, typer.Option(help="Steps between two looks at held-out documents.")] = 50,
     seed: Annotated[int, typer.Option(help="Equal seeds draw equal samples.")] = 0,
     minutes: Annotated[float | None, typer.Option(help="Stop then, with the best so far. Default: no limit.")] = None,
-    read: ReadOptions,
+    read: PlaceOptions,
     model: ModelOptions,
     as_json: JsonFlag = False,
 ) -> None:
@@ -82,7 +82,7 @@ def evaluate(  # noqa: PLR0913 - one parameter per option
         tuple[int, int] | None, typer.Option(metavar="FROM TO", help="Their length. Default: as trained.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Questions for each number of documents.")] = 10,
-    read: ReadOptions,
+    read: PlaceOptions,
     model: ModelOptions,
     as_json: JsonFlag = False,
 ) -> None:
@@ -104,9 +104,9 @@ def evaluate(  # noqa: PLR0913 - one parameter per option
     tell({"wrapper": trained.id, "questions": limit, "rows": rows}, table, as_json=as_json)
 
 
-def _read(place: str, options: ReadOptions) -> list[tuple[str, str]]:
+def _read(place: str, options: PlaceOptions) -> list[tuple[str, str]]:
     """Titles and texts of a collection or of files."""
-    if is_collection(place) or options.collection is not None:
-        with options.reading(place) as facts:
+    if is_collection(place):
+        with options.open(place, read_only=True) as facts:
             return [(fact.title, fact.text) for fact in facts.facts()]
     return [(fact.title, fact.text) for fact in read_facts([existing(Path(place))])]

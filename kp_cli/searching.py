@@ -10,7 +10,7 @@ from rich.text import Text
 from kp_cli.shared import (
     JsonFlag,
     Place,
-    ReadOptions,
+    PlaceOptions,
     SearchOptions,
     about_hit,
     console,
@@ -35,12 +35,12 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
         int | None, typer.Option(min=1, help="Look into so many of the nearest banks. Default: at all facts.")
     ] = None,
     options: SearchOptions,
-    read: ReadOptions,
+    read: PlaceOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Find the facts nearest to a question: score, text, and the handle where there is a pack."""
     # Banks are made on first use, which writes to the collection.
-    with read.reading(place, namespace=options.namespace, read_only=probes is None) as collection:
+    with read.open(place, read_only=probes is None) as collection:
         hits = collection.search(question, k, probes=probes, **options.keywords())
         folder = read.folder(place, collection)
     handles: list[Handle | None] = [None] * len(hits)

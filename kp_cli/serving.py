@@ -1,4 +1,4 @@
-"""`kp serve`, `kp key`: vLLM's own server with packs, and keys for it."""
+"""`kp serve`: vLLM's own server with packs, and keys for it."""
 
 from __future__ import annotations
 
@@ -21,26 +21,35 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.store import PackStore
 from kp_serve.access import Access, add_key, read_keys
 
-__all__ = ["key", "serve"]
+__all__ = ["serve"]
 
 _Namespaces = Annotated[list[str], typer.Option("--namespace", metavar="NAME", help="May be given several times.")]
 _OURS = ("--host", "--port", "--dtype", "--model", "--kv-transfer-config", "--uds")
-_KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="The file of keys; made where there is none.")]
 
 
 def serve(  # noqa: PLR0913 - one parameter per option
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a name on the hub, or bundled.")],
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A folder, a name on the hub, or bundled.")
+    ] = None,
     *,
     store: Annotated[
-        str, typer.Option(metavar="PLACE", help="Where the packs are: a folder, or a URL such as s3://bucket/prefix.")
-    ],
+        str | None,
+        typer.Option(metavar="PLACE", help="Where the packs are: a folder, or a URL such as s3://bucket/prefix."),
+    ] = None,
     facts: Annotated[
         str | None,
         typer.Option(
             metavar="COLLECTION", help="Facts to search and change under /v1/facts; made where there are none."
         ),
     ] = None,
-    keys: Annotated[Path | None, typer.Option(metavar="FILE", help="Who may read what; see `kp key`.")] = None,
+    keys: Annotated[Path | None, typer.Option(metavar="FILE", help="Who may read what; see --new-key.")] = None,
+    new_key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Serve nothing: add a key for --namespace to a file for --keys, and print it."
+        ),
+    ] = None,
+    write: Annotated[bool, typer.Option("--write", help="The --new-key may compile and delete packs, too.")] = False,
     namespace: _Namespaces = ["default"],  # noqa: B006 - typer reads it
     host: Annotated[str, typer.Option(help="The address to listen at; other than this machine needs --keys.")] = (
         "127.0.0.1"
@@ -69,17 +78,15 @@ def serve(  # noqa: PLR0913 - one parameter per option
     With the variable KP_SERVE_KEY (`openssl rand -hex 32`, the same for all servers of a store) it reads only KV that
     a server with this key has written.
     """
+    if new_key is not None:
+        typer.echo(add_key(new_key, namespace, write=write))  # Printed once; the file stores its hash.
+        return
+    model, store = _to_serve(model, store, host, has_keys=keys is not None, write=write)
     from kp_core.engines.hf.foresight import foresee_rope, token_embeddings
     from kp_core.facts.chroma import ChromaFactStore
     from kp_serve.desk import VARIABLE
     from kp_serve.rights import KEY_VARIABLE, server_key
 
-    if keys is None and not _is_local(host):
-        raise ModelError(f"Got --host {host} and no --keys; expected keys for what others can reach (`kp key FILE`).")
-    if model == "bundled" and not Path(model).exists():
-        from kp_core.engines.hf.loading import bundled_model
-
-        model = str(bundled_model())
     # Report errors before a model loads.
     _ = read_keys(keys) if keys else Access(tuple(namespace))
     _check_options(more or ())
@@ -132,14 +139,18 @@ def serve(  # noqa: PLR0913 - one parameter per option
     os.execv(sys.executable, server)  # noqa: S606 - vLLM takes this process, and its signals
 
 
-def key(
-    file: _KeyFile,
-    *,
-    namespace: _Namespaces,
-    write: Annotated[bool, typer.Option("--write", help="It may compile and delete packs, too.")] = False,
-) -> None:
-    """Make a key for `kp serve`: printed once, stored as a hash."""
-    typer.echo(add_key(file, namespace, write=write))
+def _to_serve(model: str | None, store: str | None, host: str, *, has_keys: bool, write: bool) -> tuple[str, str]:
+    """The model, as a folder or a name, and the store. Raises an error if one is missing, or keys are."""
+    if model is None or store is None or write:
+        raise typer.BadParameter("Expected a MODEL and --store PLACE to serve; --write goes with --new-key.")
+    if not has_keys and not _is_local(host):
+        needed = "expected keys for what others can reach (`kp serve --new-key FILE`)"
+        raise ModelError(f"Got --host {host} and no --keys; {needed}.")
+    if model == "bundled" and not Path(model).exists():
+        from kp_core.engines.hf.loading import bundled_model
+
+        return str(bundled_model()), store
+    return model, store
 
 
 def _served_identity(model: str, dtype: str) -> ModelFingerprint:

@@ -9,8 +9,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -63,7 +63,7 @@ MaybeNamespace = Annotated[
     str | None,
     typer.Option(
         "--namespace",
-        help="Only facts of this namespace. In a database that `kp` did not make: that of its packs.",
+        help="Only facts of this namespace.",
         callback=checked_namespace,
     ),
 ]
@@ -150,7 +150,7 @@ class PlaceOptions:
         typer.Option(
             metavar="PLACE",
             help="Where packs are: a folder, or a URL such as s3://bucket/prefix. Default: COLLECTION/packs, or a "
-            "cache folder for a database that `kp` did not make.",
+            "cache folder for a collection on a server.",
         ),
     ] = None
     tenant: Annotated[str | None, typer.Option(help="Tenant on the Chroma server.")] = None
@@ -208,39 +208,6 @@ class PlaceOptions:
         slug = re.sub(r"\W+", "-", location).strip("-")[-40:]
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return str(cache / "knowledge-packs" / f"{slug}-{content_id(location)[:8]}")
-
-
-@dataclass(frozen=True)
-class ReadOptions(PlaceOptions):
-    """Options for reading a collection, which need not be ours."""
-
-    collection: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Collection to read in a Chroma folder or server that `kp` did not make."),
-    ] = None
-
-    @contextmanager
-    def reading(
-        self,
-        place: str,
-        *,
-        namespace: str | None = None,
-        searched: bool = True,
-        read_only: bool = True,
-        wait: float = 0.0,
-    ) -> Iterator[ChromaFactStore]:
-        """Open the facts in `place`: our own collection, or else any Chroma collection, as it is.
-
-        The facts of a collection that is not ours have `namespace`; if it is not `searched`, it needs no embedder.
-        """
-        is_ours = is_fact_store(Path(place)) or not (Path(place) / _DATABASE).is_file()
-        if self.collection is None and is_ours:
-            with self.open(place, read_only=read_only, wait=wait) as facts:
-                if not is_url(place) or len(facts):
-                    yield facts
-                    return
-        settings = self.settings(place) | {"namespace": namespace or "default", "searched": searched}
-        yield ChromaFactStore.from_collection(self.collection, path=place, **settings)
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:

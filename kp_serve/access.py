@@ -45,7 +45,7 @@ def read_keys(path: str | os.PathLike[str]) -> dict[str, Access]:
         return {str(digest): Access(**fields) for digest, fields in json.loads(Path(path).read_bytes()).items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ModelError(
-            f"{path} is no file of keys ({error}). Make one with `kp key {path} --namespace NAME`."
+            f"{path} is no file of keys ({error}). Make one with `kp serve --new-key {path} --namespace NAME`."
         ) from error
 
 

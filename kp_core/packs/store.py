@@ -93,7 +93,7 @@ class PackStore(Packs):
             self.secrets = load_secrets(self.blobs, secret)
         except NotADirectoryError as error:
             raise PackError(
-                f"{self.blobs} is a file, or lies in one; expected a folder. `kp inspect FILE` shows a pack file."
+                f"{self.blobs} is a file, or lies in one; expected a folder. `kp status FILE` shows a pack file."
             ) from error
         except OSError as error:
             if self.blobs.is_far:

@@ -37,7 +37,7 @@ def at_once(thin: Session, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_names_every_command_and_the_exit_codes(kp: Kp) -> None:
     code, out, _ = kp("--help")
     assert code == 0
-    for command in ("build", "add", "remove", "gc", "search", "ask", "chat", "inspect", "verify", "doctor"):
+    for command in ("build", "add", "remove", "search", "ask", "chat", "status", "verify", "doctor"):
         assert f"│ {command} " in out
         assert kp(command, "--help")[0] == 0
     assert "Exit codes" in out
@@ -148,10 +148,10 @@ def test_rows_that_make_no_fact_stop_a_build_or_are_counted(kp: Kp, tmp_path: Pa
         (["remove", "bank", "mil", "--no-vacuum"], 0, ""),
         (["remove", "bank", "b"], 1, "the ids of 2 facts begin so"),
         (["remove", "bank", "mlil"], 1, "Did you mean mill?"),
-        (["gc", "nothing"], 1, "There is no collection in nothing"),
-        (["inspect", "nothing"], 1, "neither a collection"),
+        (["remove", "nothing", "--unused"], 1, "There is no collection in nothing"),
+        (["status", "nothing"], 1, "neither a collection"),
         (["verify", "nothing"], 1, "neither a collection"),
-        (["inspect", "facts.jsonl"], 1, "facts.jsonl is no pack file, or damaged"),
+        (["status", "facts.jsonl"], 1, "facts.jsonl is no pack file, or damaged"),
         (["verify", "facts.jsonl"], 3, ""),
         (["ask", "bank", "x", "--unit", "page"], 2, "'page' is not one of 'fact', 'bank', 'document'"),
         (["ask", "bank", "x", "--model", "./nothing"], 1, "kp:"),
@@ -192,7 +192,7 @@ def test_ask_answers_with_sources_and_counts(kp: Kp, bank: Path, once: None) -> 
     assert packs["usage"]["pack_tokens"] + packs["usage"]["prompt_tokens"] == text["usage"]["prompt_tokens"]
     [hit] = as_json(kp("search", "bank", "Which bird is on the flag?", "-k", "1", "--json"))["hits"]
     assert hit["handle"] == about["sources"][0]["handle"]
-    assert as_json(kp("inspect", "bank", "--json"))["packs"]["packs"] == 2
+    assert as_json(kp("status", "bank", "--json"))["packs"]["packs"] == 2
     # The same tokenizer and template, whatever the dtype; as text and by handle each prompt is the same, byte for byte.
     verified = as_json(kp("verify", "bank", "--json"))
     assert (verified["wrong"], verified["template"]) == ([], {"checked": 2, "other_model": 0})
@@ -333,11 +333,11 @@ def test_doctor_says_what_is_supported_and_why_not(kp: Kp, tmp_path: Path) -> No
 
 def test_completion_is_there_for_shells(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     assert app.info.name == "kp"
-    # As bash asks when Tab is pressed behind `kp in`.
-    asked = {"_KP_COMPLETE": "complete_bash", "COMP_WORDS": "kp in", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "kp in"}
-    for name, value in asked.items():
+    # As bash asks when Tab is pressed behind `kp rem`.
+    typed = {"COMP_WORDS": "kp rem", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "kp rem"}
+    for name, value in {"_KP_COMPLETE": "complete_bash", **typed}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         run([])
-    assert capfd.readouterr().out.split() == ["inspect"]
+    assert capfd.readouterr().out.split() == ["remove"]
     assert set(FORMATS) == {".jsonl", ".csv", ".txt", ".md", ".docx", ".pdf", ".html", ".htm"}

@@ -19,7 +19,7 @@ def test_a_fact_is_corrected_and_found_so(kp: Kp, bank: Path, tmp_path: Path) ->
     assert "The mill of Harrow has six sails." in about["errata"][0]
     [hit] = as_json(kp("search", "bank", "mill of Harrow", "-k", "1", "--json"))["hits"]
     assert (hit["id"], hit["handle"], hit["text"]) == ("harrow", about["handle"], about["text"])
-    inspected = as_json(kp("inspect", "bank", "--json"))
+    inspected = as_json(kp("status", "bank", "--json"))
     assert (inspected["updated"], inspected["packs"]["packs"]) == (1, 2)
     # The pack alone, where it lies.
     code, out, _ = kp("edit", "bank/packs", about["was"], "--old", "four", "--new", "nine", "--how", "rebuild", *TINY)

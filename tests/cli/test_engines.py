@@ -132,4 +132,4 @@ def test_namespaces_that_cannot_be_are_refused_before_anything_is_done(kp: Kp, b
         assert err.startswith("kp: Got the namespace 'Acme Corp'; expected")
         assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "new").exists()
-    assert as_json(kp("inspect", "bank", "--json"))["facts"] == len(FACTS)
+    assert as_json(kp("status", "bank", "--json"))["facts"] == len(FACTS)

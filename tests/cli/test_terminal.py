@@ -42,7 +42,7 @@ def hostile(kp: Kp, tmp_path: Path) -> str:
         ("search", "bank", "Which bird?"),
         ("ask", "bank", "Which bird?", *TINY),
         ("ask", "bank", f"Which{EVIL} bird?", "--explain", *TINY),
-        ("inspect", "bank"),
+        ("status", "bank"),
         ("verify", "bank"),
         ("remove", "bank", "a0", "--dry-run"),
         ("remove", "bank", f"nothing{EVIL}"),

@@ -27,7 +27,7 @@ def on_disk(folder: Path) -> bytes:
 
 def test_a_plan_says_what_compiling_takes(kp: Kp, bank: Path) -> None:
     done = as_json(kp(*COMPILE, "--json"))["plan"]
-    packs = as_json(kp("inspect", "bank", "--json"))["packs"]
+    packs = as_json(kp("status", "bank", "--json"))["packs"]
     assert (packs["packs"], packs["with_kv"]) == (4, 4)
     assert (done["packs"], done["stored"]) == (4, 0)
     assert (done["tokens"], done["bytes"]) == (packs["tokens"], pytest.approx(packs["bytes"], rel=0.1))
@@ -41,13 +41,13 @@ def test_a_build_compresses_as_it_is_told_and_says_the_bytes(kp: Kp, bank: Path,
     code, out, err = kp(*build, "--json")
     assert f"MB on disk ({compress})" in err or compress == "none"
     done = as_json((code, out, err))["plan"]
-    packs = as_json(kp("inspect", "bank", "--json"))["packs"]
+    packs = as_json(kp("status", "bank", "--json"))["packs"]
     assert packs["compression"] == {compress: 4}
     assert (done["compress"], done["bytes"]) == (compress, pytest.approx(packs["bytes"], rel=0.1))
     assert as_json(kp(*build, "--json"))["plan"]["stored"] == 4
     ask = ("ask", "bank", "How many sails?", "-k", "1", "--kv", "stored", "--max-tokens", "1", *TINY, "--json")
     usage = as_json(kp(*ask, "--mismatch", "accept"))["answers"]["packs"]["usage"]
-    assert as_json(kp("inspect", "bank", "--json"))["packs"]["entries"] == 4, "what is there was not made again"
+    assert as_json(kp("status", "bank", "--json"))["packs"]["entries"] == 4, "what is there was not made again"
     assert (usage["approximate_tokens"] > 0) == (compress == "int8")
 
 
@@ -71,20 +71,20 @@ def test_a_build_says_its_plan_warns_of_gigabytes_and_goes_on_in_lines(
     assert "`--kv lazy` stores text alone" in err
     assert "Building packs: 100%" in err
     assert "\r" not in err
-    assert as_json(kp("inspect", "bank", "--json"))["packs"]["with_kv"] == 0
+    assert as_json(kp("status", "bank", "--json"))["packs"]["with_kv"] == 0
 
 
 def test_banks_are_made_when_they_are_asked_for(kp: Kp, bank: Path) -> None:
-    about = as_json(kp("inspect", "bank", "--json"))
+    about = as_json(kp("status", "bank", "--json"))
     assert (about["facts"], about["banks"], about["embedder"]) == (4, None, "all-MiniLM-L6-v2")
     assert about["namespaces"] == {"default": 4}
     assert about["bytes"]["chroma"] > about["bytes"]["text"] > 0
     assert kp("build", "bank", "facts.jsonl", "--bank-size", "2")[0] == 0
-    assert as_json(kp("inspect", "bank", "--json"))["banks"] == 2
+    assert as_json(kp("status", "bank", "--json"))["banks"] == 2
     assert kp("build", "bank", "--bank-size", "1")[0] == 0
-    assert as_json(kp("inspect", "bank", "--json"))["banks"] == 4
+    assert as_json(kp("status", "bank", "--json"))["banks"] == 4
     assert kp("build", "nothing", "--bank-size", "1")[0] == 2
-    assert "chroma" in kp("inspect", "bank")[1]
+    assert "chroma" in kp("status", "bank")[1]
 
 
 @pytest.mark.slow
@@ -94,8 +94,8 @@ def test_what_is_removed_leaves_the_disk_with_its_packs(kp: Kp, bank: Path) -> N
     assert said == {"removed": ["tide"], "dry_run": True, "facts": 4}
     code, out, _ = kp("remove", "bank", "tid", "--no-vacuum")
     assert (code, out.splitlines()[0][:46]) == (0, "Facts removed: 1; packs: 1; facts left: 3. Chr")
-    assert "until `kp gc bank`" in out
-    assert as_json(kp("gc", "bank", "--json")) == {"packs": 0, "left": 3, "vacuumed": True}
+    assert "until `kp remove bank --unused`" in out
+    assert as_json(kp("remove", "bank", "--unused", "--json"))["vacuumed"]
     assert b"Grey Tide" not in on_disk(bank)
     named = ("--where", '{"year": {"$gt": 1900}}', "--source", "facts.jsonl")
     said = as_json(kp("remove", "bank", *named, "--json"))
@@ -108,11 +108,11 @@ def test_what_is_removed_leaves_the_disk_with_its_packs(kp: Kp, bank: Path) -> N
 def test_packs_of_an_old_text_go_with_it(kp: Kp, bank: Path) -> None:
     assert kp(*COMPILE)[0] == 0
     assert kp("add", "bank", "--fact", "The mill has six sails.", "--id", "mill", "--replace")[0] == 0
-    assert as_json(kp("inspect", "bank", "--json"))["packs"]["packs"] == 3
+    assert as_json(kp("status", "bank", "--json"))["packs"]["packs"] == 3
     (bank.parent / "bird.jsonl").write_text(json.dumps(FACTS[1] | {"text": "The bird on the flag is a gull."}))
     report = as_json(kp("add", "bank", "bird.jsonl", "--replace", "--json"))
     assert (report["added"], report["facts"]) == (1, 4)
-    report = as_json(kp("inspect", "bank", "--json"))
+    report = as_json(kp("status", "bank", "--json"))
     assert (report["updated"], report["packs"]["packs"]) == (2, 2)
 
 
@@ -124,8 +124,12 @@ def test_verify_repairs_vectors_and_names_packs_that_no_fact_uses(kp: Kp, bank: 
         facts.delete(["bread"])
     [orphan] = as_json(kp(*verify, "--json"))["orphans"]
     code, out, _ = kp(*verify)
-    assert (code, f"uses any more: {orphan}; `kp gc bank` removes them." in " ".join(out.split())) == (0, True)
-    assert kp("gc", "bank", "--no-vacuum")[1].startswith("Packs removed: 1; left: 3. ")
+    assert (code, f"uses any more: {orphan}; `kp remove bank --unused` removes them." in " ".join(out.split())) == (
+        0,
+        True,
+    )
+    assert as_json(kp("remove", "bank", "--unused", "--dry-run", "--json"))["packs"] == 1
+    assert as_json(kp("remove", "bank", "--unused", "--no-vacuum", "--json"))["packs"] == 1
     client = open_client(bank)
     client.get_collection("kp-default-facts").update(ids=["mill"], embeddings=np.eye(1, 384, dtype=np.float32))
     client.close()
@@ -142,7 +146,7 @@ def test_verify_repairs_vectors_and_names_packs_that_no_fact_uses(kp: Kp, bank: 
 def test_verify_looks_at_the_database_and_the_packs(kp: Kp, bank: Path) -> None:
     assert kp(*COMPILE)[0] == 0
     pack = next((bank / "packs").glob("packs/*/*/*.safetensors"))
-    assert as_json(kp("inspect", str(pack), "--json"))["text"] in {fact["text"] for fact in FACTS}
+    assert as_json(kp("status", str(pack), "--json"))["text"] in {fact["text"] for fact in FACTS}
     data = bytearray(pack.read_bytes())
     data[-5] ^= 1
     pack.write_bytes(data)

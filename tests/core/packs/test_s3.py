@@ -124,7 +124,7 @@ def test_what_is_wrong_is_said_at_the_first_touch(s3_server, at, bucket, key, wo
 def test_the_command_line_says_it_in_one_line(at, kp, monkeypatch):
     PackStore(at).put(numbered(0))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    code, _, told = kp("inspect", at)
+    code, _, told = kp("status", at)
     assert code == 1
     assert told.startswith(f"kp: {at} cannot be reached, or refuses")
     assert "Check the keys" in told
@@ -186,7 +186,7 @@ def test_kp_keeps_its_packs_in_s3(at, kp: Kp, tmp_path):
     (handle,) = store
     assert store.peek(handle).stored_bytes > 0
     assert not (tmp_path / "bank" / "packs").exists()
-    code, out, err = kp("inspect", at, "--json")
+    code, out, err = kp("status", at, "--json")
     assert (code, json.loads(out)["packs"]) == (0, 1), err
     code, out, err = kp("verify", at, *tiny)
     assert (code, "Nothing is wrong" in out) == (0, True), err
