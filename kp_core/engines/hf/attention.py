@@ -47,6 +47,7 @@ _HALF, _STEP = TILE // 2, 32
 """Of a tile of which a row sees at most `_HALF` keys, only these are read, in steps of `_STEP` (`keys_to_read`)."""
 
 _ALIGNED = 16  # Elements.
+_SMALL_MASK = 1 << 20  # Elements of a mask of which many are kept.
 _KEPT = 1 << 22  # Elements of the largest mask that is kept after its layer.
 _GIVES_FLOAT32 = hasattr(torch.ops.aten.bmm, "dtype")  # Newer versions of torch give sums unrounded, on CUDA.
 
@@ -220,7 +221,8 @@ def _of_rows(  # noqa: PLR0913
     ):
         if not tiles:
             continue
-        mask, blind = (None, None) if tiles is past else _mask(positions, share, extra, tiles, sees, query.dtype)
+        mask_of = _small_mask if grouped.shape[2] * len(tiles) * TILE <= _SMALL_MASK else _large_mask
+        mask, blind = (None, None) if tiles is past else mask_of(positions, share, extra, tiles, sees, query.dtype)
         of_each_tile = grouped.expand(len(tiles), -1, -1, -1)
         keys, values = tiles_of(key, tiles), tiles_of(value, tiles)
         # A lone row in its first tile, as when a short prompt is answered, need not read the whole tile.
@@ -247,7 +249,6 @@ def grouped_rows(query: Tensor, kv_heads: int) -> tuple[Tensor, int]:
     return (nn.functional.pad(grouped, (0, 0, 0, extra)) if extra else grouped), extra
 
 
-@lru_cache(32)
 def _mask(  # noqa: PLR0913
     positions: tuple[int, ...], share: int, extra: int, tiles: range, sees: Sees, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
@@ -265,6 +266,11 @@ def _mask(  # noqa: PLR0913
     blind = ~visible.any(dim=-1)[:, None]
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)[:, None]
     return mask, blind if bool(blind.any()) else None
+
+
+# All layers of a pass share its masks. One for each of its tiles is small. Those of a question are as long as all that
+# stands before it, and are no part of the budget for KV: only the last two are kept.
+_small_mask, _large_mask = lru_cache(32)(_mask), lru_cache(2)(_mask)
 
 
 @lru_cache(64)

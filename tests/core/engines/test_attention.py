@@ -1,5 +1,6 @@
 """Tiled attention: what it computes, and that its bits depend on positions alone."""
 
+import gc
 import itertools
 
 import pytest
@@ -143,3 +144,16 @@ def test_a_probe_that_finds_a_difference_says_so(monkeypatch):
 
     monkeypatch.setattr(model, "forward", rounding)
     assert "cut in other places" in why_not_bitwise(model, model._packed)
+
+
+def test_masks_of_questions_behind_long_texts_do_not_pile_up():
+    """They are not counted in the budget for KV, so only a few may stay."""
+
+    def held_bytes():
+        return sum(each.nbytes for each in gc.get_objects() if type(each) is torch.Tensor)
+
+    query, key, value = states(32 * TILE, heads=4, kv_heads=1)
+    before = held_bytes()
+    for start in range(31 * TILE, 31 * TILE + 24):
+        attend(query[:, :, start : start + 64], key, value, range(start, start + 64))
+    assert held_bytes() - before < 64 << 20
