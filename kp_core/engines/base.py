@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
@@ -67,6 +68,10 @@ class TokenStream:
         self.limit = Limit()
         """When a long prefill must end early, with the finish `"cancelled"` and no token. The session sets it before it
         reads the first token, and checks it itself after each token."""
+        self.ttft_s = 0.0
+        """Seconds from the call to the first token, without those that passed before the stream was first read. The
+        session sets those of the call."""
+        self._is_read = False
         self._tokens = tokens(self)
         _streams.add(self)
 
@@ -74,7 +79,12 @@ class TokenStream:
         return self
 
     def __next__(self) -> int:
-        return next(self._tokens)
+        if self._is_read:
+            return next(self._tokens)
+        self._is_read, began = True, time.perf_counter()
+        token = next(self._tokens)
+        self.ttft_s += time.perf_counter() - began
+        return token
 
     def close(self) -> None:
         """Stop generating and release the memory."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from contextvars import copy_context
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -24,12 +25,13 @@ from kp_core.plan import Limit, Plan
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.template import ChatTemplate
 from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader, ToolCall
-from kp_core.tools.logprobs import TokenLogprob, scored_token, token_bytes
+from kp_core.tools.logprobs import BYTE_TOKEN, TokenLogprob, scored_token, token_bytes
 
 __all__ = [
     "AsyncStream",
     "Generation",
     "Stream",
+    "StreamDecoder",
     "Usage",
     "VisibleText",
     "check_time",
@@ -70,7 +72,7 @@ class Usage:
     completion_tokens: int
     """Generated tokens, including the end-of-turn token."""
     ttft_s: float
-    """Seconds from the call to the first token."""
+    """Seconds from the call to the first token, without those before a stream is first read."""
     recognised_tokens: int = 0
     """Tokens of `prompt_tokens` in which packs were recognised by their text."""
     approximate_tokens: int = 0
@@ -138,9 +140,9 @@ def read_answer(
 
     Each piece has the log-probabilities of new tokens, if the stream has any; the last piece may have nothing else.
     """
-    parts, decode = _readers(plan, template, tokenizer, request)
+    parts, decoder = _readers(plan, template, tokenizer, request)
     text = VisibleText(request.stop)
-    tokens, ttft = list[int](), 0.0
+    tokens = list[int]()
     bytes_of, logprobs = token_bytes(tokenizer) if request.gives_logprobs else None, list[TokenLogprob]()
 
     def told(deltas: Iterable[Delta]) -> Iterator[Delta]:
@@ -153,10 +155,9 @@ def read_answer(
     with closing(stream):
         for token in stream:
             tokens.append(token)
-            ttft = ttft or stream.limit.spent
             if stream.finish == "stop":
                 break
-            yield from told(parts.push(text.push(decode(token))))
+            yield from told(parts.push(text.push(decoder.push(token))))
             if text.stopped:
                 break
             check_time(stream.limit, len(tokens))
@@ -165,13 +166,14 @@ def read_answer(
                 break
         if not tokens:
             check_time(stream.limit, 0)
-        yield from told(chain(parts.push(text.flush()), parts.finish()))
+        rest = "" if text.stopped else text.push(decoder.flush())
+        yield from told(chain(parts.push(rest + text.flush()), parts.finish()))
         if len(logprobs) < len(stream.logprobs):
             yield from told([Delta()])
         reason = "stop" if text.stopped else stream.finish
         if parts.calls and reason == "stop":
             reason = "tool_calls"
-        usage, calls = usage_of(plan, stream, len(tokens), ttft), tuple(parts.calls)
+        usage, calls = usage_of(plan, stream, len(tokens), stream.ttft_s if tokens else 0.0), tuple(parts.calls)
         return Generation(
             *(parts.text, tuple(tokens), reason, usage, plan.prompt, stream.first_logits, calls, parts.reasoning),
             logprobs=tuple(logprobs) if bytes_of else None,
@@ -183,13 +185,11 @@ def _readers(
     template: ChatTemplate,
     tokenizer: Any,  # noqa: ANN401
     request: Request,
-) -> tuple[AnswerReader | HarmonyReader, Callable[[int], str]]:
+) -> tuple[AnswerReader | HarmonyReader, StreamDecoder]:
     """What tells the parts of an answer from one another, and what decodes its tokens one by one.
 
     Of special tokens, only the marks of calls and thoughts have text.
     """
-    from tokenizers.decoders import DecodeStream
-
     form, thought = template.tool_format, template.thought
     tools = {tool.name: tool.parameters for tool in request.shape.callable}
     is_harmony = form is HARMONY
@@ -203,8 +203,42 @@ def _readers(
         # `<|channel>thought` is a special token and then a word.
         markers += tuple(match[0] for mark in thought if (match := re.match(r"<[^<>]*>|\[[^\[\]]*\]", mark)))
     kept = {token: marker for marker in markers if (token := _special(tokenizer, marker)) is not None}
-    decoder, backend = DecodeStream(skip_special_tokens=True), tokenizer.backend_tokenizer
-    return parts, lambda token: kept.get(token) or decoder.step(backend, token) or ""
+    return parts, StreamDecoder(tokenizer.backend_tokenizer, kept)
+
+
+class StreamDecoder:
+    """The text of tokens that come one by one. All pieces join to the tokenizer's decoding of all of them.
+
+    `backend` is a tokenizer of `tokenizers`. Special tokens have no text, except `kept`. Text is held back while later
+    tokens may change it: part of a character, and tokens that stand for bytes (`<0xE2>`), as one wrong byte changes the
+    text of all bytes beside it. `DecodeStream` of `tokenizers` raises there, and never gives what it still holds.
+    """
+
+    def __init__(self, backend: Any, kept: Mapping[int, str] = MappingProxyType({})) -> None:  # noqa: ANN401
+        self._backend, self._kept = backend, kept
+        self._said, self._held = list[int](), list[int]()  # The tokens of the last piece, and those held back.
+
+    def push(self, token: int) -> str:
+        """The text that is certain after `token`; may be empty."""
+        if token in self._kept:
+            return self.flush() + self._kept[token]
+        self._held.append(token)
+        # A token without text, such as a special one, ends no run of bytes.
+        is_open = BYTE_TOKEN.fullmatch(self._backend.id_to_token(token) or "") or not self._backend.decode([token])
+        return "" if is_open else self._take(is_over=False)
+
+    def flush(self) -> str:
+        """All text that was held back; call it at the end."""
+        return self._take(is_over=True)
+
+    def _take(self, *, is_over: bool) -> str:
+        # Decoded behind the last piece, because the first token of a text may lose its blank.
+        known, text = self._backend.decode(self._said), self._backend.decode([*self._said, *self._held])
+        is_certain = text.startswith(known) and not text.endswith("\N{REPLACEMENT CHARACTER}")
+        piece: str = text[len(known) :] if is_certain or is_over else ""
+        if piece:
+            self._said, self._held = self._held if is_certain else [], []
+        return piece
 
 
 def _special(tokenizer: Any, marker: str) -> int | None:  # noqa: ANN401

@@ -381,7 +381,7 @@ class Session:
 
     def _start(self, plan: Plan, limit: Limit) -> TokenStream:
         stream = self.engine.run(plan)
-        stream.limit = limit
+        stream.limit, stream.ttft_s = limit, limit.spent
         return stream
 
     def _run(

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = ["Scores", "TokenLogprob", "scored_token", "token_bytes"]
+__all__ = ["BYTE_TOKEN", "Scores", "TokenLogprob", "scored_token", "token_bytes"]
 
 Scores: TypeAlias = Sequence[tuple[int, float]]
 """The log-probability of a token of an answer, and of the likeliest tokens in its place, each as (id, logprob)."""
 
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+"""A token that stands for one byte, in tokenizers that write other tokens as text."""
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTE_LEVEL = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
@@ -57,7 +58,7 @@ def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:  # noqa: ANN401 - see
             return written.encode()
         if is_byte_level:
             return bytes(_BYTE_LEVEL[sign] for sign in written)
-        if match := _BYTE.fullmatch(written):
+        if match := BYTE_TOKEN.fullmatch(written):
             return bytes.fromhex(match[1])
         return written.replace("▁", " ").encode()
 

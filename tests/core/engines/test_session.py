@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from dataclasses import fields, replace
 
@@ -357,3 +358,15 @@ next(held)
 def test_a_process_may_end_while_a_stream_is_open():
     done = subprocess.run([sys.executable, "-c", _ABANDONED], capture_output=True, text=True, check=False)  # noqa: S603
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_time_before_a_stream_is_read_is_not_of_the_model():
+    engine, text = tiny_engine(), "A long text. " * 30
+    engine.clear_cache()
+    stream = engine.stream(text, max_tokens=2)
+    time.sleep(0.5)
+    usage = stream.result().usage
+    assert usage.computed_tokens > 256
+    assert 0 < usage.ttft_s < 0.5
+    pace = sum(row.seconds for row in engine.explain("Another long text. " * 30).rows)
+    assert pace < 0.5
