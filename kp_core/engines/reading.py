@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -192,11 +193,14 @@ def _readers(
     """
     form, thought = template.tool_format, template.thought
     tools = {tool.name: tool.parameters for tool in request.shape.callable}
-    is_harmony = form is HARMONY
+    is_harmony, shape = form is HARMONY, request.shape
+    untagged = 0
+    if tools and shape.choice == "auto" and shape.schema is None:
+        untagged = 1 if shape.parallel is False else sys.maxsize
     parts = (
-        HarmonyReader(tools)
+        HarmonyReader(tools, untagged=untagged)
         if is_harmony
-        else AnswerReader(form if tools else None, tools, thought=thought, opened=plan.opened)
+        else AnswerReader(form if tools else None, tools, thought=thought, opened=plan.opened, untagged=untagged)
     )
     markers = form.markers if tools or is_harmony else ()
     if thought is not None:

@@ -10,11 +10,12 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
+from kp_core.bundled import needing
 from kp_core.tools.base import Delta, JsonScan, ToolCall, ToolCallDelta
 from kp_core.tools.formats import HARMONY, THINK, Thought, ToolFormat
 
@@ -28,8 +29,9 @@ class AnswerReader:
     """Reads an answer while it is written.
 
     `form` is the format of calls, or `None` without tools: then markup is text. `tools` maps the callable tools to
-    their parameters. `thought` marks reasoning; `opened` means that the prompt ends inside a `<think>` block. The
-    reader holds back text that may still become markup, so it never has to revoke a piece.
+    their parameters. `thought` marks reasoning; `opened` means that the prompt ends inside a `<think>` block. An
+    answer that is nothing but calls in JSON, without the marks of `form`, is read as up to `untagged` calls. The reader
+    holds back text that may still become markup or calls, so it never has to revoke a piece.
     """
 
     def __init__(
@@ -39,9 +41,12 @@ class AnswerReader:
         *,
         thought: Thought | None = None,
         opened: bool = False,
+        untagged: int = 0,
     ) -> None:
         self._form, self._tools = form, tools
         self._buffer = ""
+        self._most_untagged = untagged
+        self._held = "" if untagged else None  # Text that may still be calls; `None` once it cannot.
         self._thinks = thought is not None or opened
         self._open, self._close = thought or THINK
         self._step: Callable[[], Iterator[Delta]] = self._reasoning if opened else self._begin
@@ -53,13 +58,16 @@ class AnswerReader:
     def push(self, piece: str) -> list[Delta]:
         """Add `piece`; return everything that is certain now."""
         self._buffer += piece
-        return self._run()
+        return [*self._certain(self._run())]
 
     def finish(self) -> list[Delta]:
         """Return the rest at the end of the answer.
 
         An incomplete call is dropped, and so is an incomplete mark before a call if more than half of it is there.
         """
+        return [*self._certain(self._rest()), *self._untagged()]
+
+    def _rest(self) -> list[Delta]:
         deltas = self._run()
         if self._step == self._native:
             deltas += self._native(is_over=True)
@@ -83,6 +91,32 @@ class AnswerReader:
             deltas += step()
             if self._step == step and len(self._buffer) == before:
                 return deltas
+
+    def _certain(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
+        """Hold back text while it is nothing but calls in JSON."""
+        for delta in deltas:
+            if self._held is None or delta.reasoning:
+                yield delta
+                continue
+            self._held += delta.text
+            if delta.tool_call is not None or json_calls(self._held, self._tools) is None:
+                text, self._held = self._held, None
+                yield from [Delta(text=text)] if text else []
+                yield from [delta] if delta.tool_call else []
+
+    def _untagged(self) -> Iterator[Delta]:
+        """At the end: what is held back as calls, if their arguments fit, or as text."""
+        text, self._held = self._held or "", None
+        calls = json_calls(text, self._tools) or []
+        if calls and all(fits(arguments, self._tools[name]) for name, arguments in calls):
+            self.text = ""
+            for name, arguments in calls[: self._most_untagged]:
+                call = ToolCall(_new_call_id(), name, arguments)
+                yield Delta(tool_call=ToolCallDelta(len(self.calls), call.id, name))
+                yield Delta(tool_call=ToolCallDelta(len(self.calls), arguments=json.dumps(arguments)))
+                self.calls.append(call)
+        elif text:
+            yield Delta(text=text)
 
     def _begin(self) -> Iterator[Delta]:
         """At the start of the answer: it may be reasoning, a bare call, or text."""
@@ -219,6 +253,61 @@ def _begun(text: str, mark: str) -> int:
     return next((n for n in range(min(len(mark), len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
+_PAIRS = ({"name", "arguments"}, {"name", "parameters"})
+_CUT = 10
+"""JSON with an error in so few last characters may only lack its rest, as in `fals`, `"\\u00e` and `1.5e-`."""
+
+
+def json_calls(text: str, tools: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]] | None:
+    """The complete calls in `text`, an answer or its beginning, each as the name of a tool and its arguments.
+
+    Returns `None` unless it is nothing but calls, or may become so: JSON objects with the keys `name`, of one of
+    `tools`, and `arguments` or `parameters`; alone, behind one another, in a list, or in a code fence.
+    """
+    text, calls = text.strip(), list[tuple[str, Mapping[str, Any]]]()
+    if "```json".startswith(text):
+        return calls
+    rest = re.sub(r"\A```(json)?\s*", "", text)
+    closing = "]" * rest.startswith("[") + "```" * text.startswith("```")
+    names = ("".join(json.dumps(name, ensure_ascii=False).split()) for name in tools)
+    heads = ('{"arguments":{', '{"parameters":{', *(f'{{"name":{name}' for name in names))
+    rest = rest.removeprefix("[")
+    while rest := rest.lstrip(" \t\r\n,;"):
+        head = "".join(rest.split())
+        if closing.startswith(head):
+            return calls
+        if not any(known.startswith(head) or head.startswith(known) for known in heads):
+            return None
+        try:
+            value, stop = json.JSONDecoder().raw_decode(rest)
+        except (json.JSONDecodeError, RecursionError) as error:
+            is_cut = isinstance(error, json.JSONDecodeError) and (
+                error.pos > len(rest) - _CUT or error.msg.startswith("Unterminated string")
+            )
+            return calls if is_cut else None
+        arguments = value.get("arguments", value.get("parameters"))
+        if set(value) not in _PAIRS or value["name"] not in [*tools] or not isinstance(arguments, dict):
+            return None
+        calls.append((value["name"], arguments))
+        rest = rest[stop:]
+    return calls
+
+
+def fits(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> bool:
+    """Whether `arguments` are valid for a tool with `parameters`, and are all among its properties if it lists any."""
+    with needing("Tool calls need jsonschema", "tools"):
+        from jsonschema.validators import validator_for
+        from referencing import Registry
+        from referencing.exceptions import Unresolvable
+    if "properties" in parameters and not {"allOf", "anyOf", "oneOf", "$ref"} & parameters.keys():
+        parameters = {"additionalProperties": False, **parameters}
+    try:
+        # An empty registry loads nothing from outside.
+        return bool(validator_for(parameters)(parameters, registry=Registry()).is_valid(arguments))
+    except (Unresolvable, RecursionError, TypeError, re.error):  # The schema is at fault.
+        return False
+
+
 _END, _MESSAGE = "<|end|>", "<|message|>"
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -232,8 +321,8 @@ class HarmonyReader(AnswerReader):
     reasoning, a message with a recipient (`to=functions.name`) is a call, and all others are text.
     """
 
-    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
-        super().__init__(HARMONY, tools, thought=("", _END))
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]], *, untagged: int = 0) -> None:
+        super().__init__(HARMONY, tools, thought=("", _END), untagged=untagged)
         self._step = self._head
 
     def finish(self) -> list[Delta]:

@@ -14,7 +14,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.types import Command
 
-from kp_core import Fact, find_handles
+from kp_core import Fact, find_handles, load_engine
 from kp_core.delivery import compile_facts
 from kp_langchain import (
     ChatKnowledgePacks,
@@ -23,6 +23,7 @@ from kp_langchain import (
     to_handles,
 )
 from kp_langchain.middleware import KnowledgePackMiddleware, PackSummarizer
+from tests.core.tools.test_tools import PARIS, Repeats
 
 PAGES = [
     f"Page {n}: the harbour of Veyl had {n * 7} boats in the year {1700 + n}, and {n} of them were red."
@@ -304,3 +305,22 @@ def test_handles_that_stand_in_documents_of_earlier_releases(thin, store):
     assert made.page_content == handle
     [theirs] = to_handles([Document("Ana keeps bees.", metadata={"handle": "brass"})], store)
     assert theirs.page_content == "Ana keeps bees."
+
+
+@pytest.mark.parametrize("lead", ["", "```json\n"])
+def test_an_agent_goes_on_with_a_call_that_has_no_tags(lead):
+    @tool
+    def weather(city: str, unit: str) -> str:
+        """The weather of a city."""
+        return f"Rain in {city}, and it is 9 degrees {unit}."
+
+    agent = create_agent(ChatKnowledgePacks(engine=load_engine(Repeats())), [weather])
+    asked = {"messages": [("human", lead + PARIS)]}
+    said = agent.invoke(asked)["messages"]
+    assert [message.type for message in said] == ["human", "ai", "tool", "ai"]
+    assert said[1].content == ""
+    assert said[1].response_metadata["finish_reason"] == "tool_calls"
+    assert "9 degrees C" in said[-1].content
+    pieces = [piece for piece, _ in agent.stream(asked, stream_mode="messages") if piece.type == "AIMessageChunk"]
+    assert "".join(piece.content for piece in pieces) == said[-1].content
+    assert sum(len(piece.tool_call_chunks) for piece in pieces) > 0

@@ -14,6 +14,7 @@ from workflows.context.state_store import UnserializableKeyWarning
 from kp_core import Handle, PackStore, find_handles, load_engine
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 from kp_llamaindex import KnowledgePackLLM, to_messages
+from tests.core.tools.test_tools import PARIS, Repeats
 from tests.llamaindex.conftest import QUESTION
 
 FLAG = "The flag of the Orrelay Isles shows a grey heron on a field of blue, and below it three silver rings."
@@ -228,3 +229,15 @@ async def test_without_absorbing_a_prompt_grows_by_its_calls(long_engine, store)
         assert usages[number]["pack_tokens"] - usages[number - 1]["pack_tokens"] > 100
         # What was read at earlier steps is not computed again.
         assert usages[number]["computed_tokens"] <= totals[number] - totals[number - 1]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_an_agent_goes_on_with_a_call_that_has_no_tags(streaming):
+    def weather(city: str, unit: str) -> str:
+        """The weather of a city."""
+        return f"Rain in {city}, and it is 9 degrees {unit}."
+
+    llm = KnowledgePackLLM(engine=load_engine(Repeats()))
+    answer, results, _ = await run(FunctionAgent(tools=[weather], llm=llm, streaming=streaming), PARIS)
+    assert [result.tool_name for result in results] == ["weather"]
+    assert "9 degrees C" in answer.response.content

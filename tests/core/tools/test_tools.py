@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import jsonschema
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.grammar import random_schema, valid_answer
-from kp_core import Request, Tool
+from kp_core import Request, TokenStream, Tool, load_engine
 from kp_core.errors import GenerationTimeoutError, SamplingError, ToolError
+from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.testing import CHATML, tiny_tokenizer
 from kp_core.tools import THINK, AnswerReader, AnswerShape, HarmonyReader, ToolFormat, format_of, formats
 from kp_core.tools.formats import braced, tagged
@@ -90,6 +92,144 @@ def test_nothing_is_lost_while_it_might_be_markup(text, places):
         said = "".join(delta.text for delta in read(reader, cut(text, places)))
         begun = re.search("<tool_(c|ca)$", text) if form.name == "hermes" else None
         assert said.strip() == (text[: begun.start()] if begun else text).strip()
+
+
+PARIS = '{"name": "weather", "arguments": {"city": "Pa\\"r\\u00e9is}", "unit": "C"}}'
+TIME = '{"name": "clock", "parameters": {}}'
+UNTAGGED = {
+    PARIS: ["weather"],
+    f" \n{TIME}\n\n": ["clock"],
+    '{"arguments": {"city": "Rome"}, "name": "weather"}': ["weather"],
+    '{\n  "name": "clock",\n  "arguments": {}\n}': ["clock"],
+    '{"name":"weather","arguments":{"city":"Rome"}}': ["weather"],
+    f"[{PARIS}]": ["weather"],
+    f"[{PARIS}, {TIME}]": ["weather", "clock"],
+    f"[\n  {PARIS},\n  {TIME}\n]": ["weather", "clock"],
+    f"{PARIS}\n{TIME}": ["weather", "clock"],
+    f"{PARIS}; {TIME}": ["weather", "clock"],
+    f"```json\n{PARIS}\n```": ["weather"],
+    f"```\n{TIME}\n```\n": ["clock"],
+    f"```json\n[{PARIS}, {TIME}]\n```": ["weather", "clock"],
+    f"```json\n{PARIS}\n{TIME}\n```": ["weather", "clock"],
+    f"```json\n{TIME}": ["clock"],
+    f'{PARIS}\n{{"name": "weather", "argu': ["weather"],
+    f"[{PARIS}, {TIME}": ["weather", "clock"],
+}
+NO_CALLS = [
+    "Yes.",
+    f"I will look.\n{PARIS}",
+    f"{PARIS}\nI will wait.",
+    f"```json\n{PARIS}\n```\nThat is the call.",
+    f"```python\n{PARIS}\n```",
+    f"{PARIS} {{}}",
+    f"[{PARIS}, 5]",
+    "[]",
+    "{}",
+    "``",
+    '"clock"',
+    '{"name": "rain", "arguments": {}}',
+    '{"name": "weather", "arguments": {"town": "Paris"}}',
+    '{"name": "weather", "arguments": {"city": 5}}',
+    '{"name": "weather", "arguments": {"city": "Paris", "unit": "K"}}',
+    '{"name": "weather", "arguments": {"city": "Paris", "day": 1}}',
+    '{"name": "weather", "arguments": {}}',
+    f'[{TIME}, {{"name": "weather", "arguments": {{}}}}]',
+    '{"name": "clock"}',
+    '{"name": "clock", "arguments": []}',
+    '{"name": "clock", "arguments": {}, "why": "?"}',
+    '{"name": "clock", "description": "The time.", "parameters": {"type": "object", "properties": {}}}',
+    '{"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}',
+    '{"name": ["clock"], "arguments": {}}',
+    '{"name": "weather", "arguments": {"city": "Par',
+    "{'name': 'clock', 'arguments': {}}",
+    '{"name": "clock", "arguments": {"a": ' + "[" * 5000,
+]
+
+
+def untagged_reader(form):
+    tools = {"weather": WEATHER["function"]["parameters"], "clock": {"type": "object", "properties": {}}}
+    if form is formats.HARMONY:
+        return HarmonyReader(tools, untagged=9)
+    return AnswerReader(form, tools, thought=THINK, untagged=9)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@given(places=st.lists(st.integers(0, 500), max_size=12), said=st.sampled_from([*UNTAGGED]))
+def test_an_answer_of_calls_without_their_marks_is_calls(form, places, said):
+    for lead in (
+        "",
+        "<think>\nI call.\n</think>\n\n" if form is not formats.HARMONY else "<|channel|>final<|message|>",
+    ):
+        reader = untagged_reader(form)
+        deltas = read(reader, cut(lead + said, places))
+        assert [call.name for call in reader.calls] == UNTAGGED[said]
+        assert reader.text == "".join(delta.text for delta in deltas) == ""
+        pieces = [delta.tool_call for delta in deltas if delta.tool_call]
+        for index, call in enumerate(reader.calls):
+            mine = [piece for piece in pieces if piece.index == index]
+            assert (mine[0].id, mine[0].name) == (call.id, call.name)
+            assert json.loads("".join(piece.arguments for piece in mine)) == call.arguments
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form.trigger], ids=lambda form: form.name)
+@given(places=st.lists(st.integers(0, 500), max_size=12), said=st.sampled_from(NO_CALLS))
+def test_what_is_not_only_calls_is_given_whole(form, places, said):
+    reader = untagged_reader(form)
+    deltas = read(reader, cut(said, places))
+    assert reader.calls == []
+    assert reader.text == "".join(delta.text for delta in deltas) == said
+
+
+@pytest.mark.parametrize("said", ["Yes, ", '{"city"', "[1", "```python", '{"name": "rain"', f"{TIME} and", "{'"])
+def test_text_is_given_as_soon_as_it_cannot_be_calls(said):
+    assert "".join(delta.text for delta in untagged_reader(FORM["hermes"]).push(said)).strip() == said.strip()
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+def test_calls_with_their_marks_are_read_as_before_among_untagged_ones(name):
+    reader = untagged_reader(FORM[name])
+    deltas = read(reader, [f"{TIME}\n{SAID[name]}"])
+    assert reader.text == "".join(delta.text for delta in deltas) == f"{TIME}\nLet me see."
+    assert [call.name for call in reader.calls] == ["weather", "clock"]
+
+
+class Repeats:
+    """An engine that says the last message again."""
+
+    def __init__(self):
+        self.tokenizer, self.max_positions, self.lacks = tiny_tokenizer(), 4096, {}
+        self.supports, self.identity = frozenset({"grammar"}), replace(ModelFingerprint.unknown(), weights="none")
+
+    def run(self, plan):
+        text = self.tokenizer.decode(plan.prompt.token_ids).split("<|im_start|>")[-2].partition("\n")[2]
+        tokens = self.tokenizer.encode(text.partition("<|im_end|>")[0], add_special_tokens=False)
+
+        def said(stream):
+            yield from tokens[: plan.token_budget]
+            stream.finish = "stop"
+
+        return TokenStream(said)
+
+    def kv(self, plans):
+        raise AssertionError("not offered, so never asked for")
+
+
+def test_untagged_calls_are_answers_of_a_session():
+    session = load_engine(Repeats())
+    stream = session.stream(PARIS, tools=[WEATHER, CLOCK])
+    deltas = [*stream.deltas()]
+    assert [delta.text for delta in deltas if delta.text] == []
+    answer = stream.result()
+    assert [(call.name, call.arguments["unit"]) for call in answer.tool_calls] == [("weather", "C")]
+    assert (answer.text, answer.finish_reason) == ("", "tool_calls")
+    for options in ({"tool_choice": "none"}, {"response_schema": True}):
+        plain = session.generate(PARIS, tools=[WEATHER, CLOCK], **options)
+        assert (plain.text, plain.tool_calls, plain.finish_reason) == (PARIS, (), "stop")
+    assert "".join(session.stream('{"name": "rain"}', tools=[WEATHER])) == '{"name": "rain"}'
+    [first] = session.generate(f"{TIME}\n{PARIS}", tools=[WEATHER, CLOCK], parallel_tool_calls=False).tool_calls
+    assert first.name == "clock"
+    cut_off = session.generate(PARIS, tools=[WEATHER], max_tokens=20)
+    assert (cut_off.text, cut_off.tool_calls) == (PARIS[:20], ())
 
 
 def test_a_call_that_was_cut_off_is_no_call():
@@ -286,7 +426,6 @@ def test_special_token_markers_are_read():
     """`[TOOL_CALLS]` is a control token in Mistral's tokenizers: it must not be dropped as one."""
     tokenizer = tiny_tokenizer("{{ '[TOOL_CALLS]' ~ (tools | tojson) if tools }}" + CHATML)
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
-    from kp_core import load_engine
     from kp_core.testing import tiny_model
 
     model = tiny_model("llama")
