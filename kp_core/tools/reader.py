@@ -108,6 +108,8 @@ class AnswerReader:
         """At the end: what is held back as calls, if their arguments fit, or as text."""
         text, self._held = self._held or "", None
         calls = json_calls(text, self._tools) or []
+        # Small models fall into repeating such a call until the token limit.
+        calls = [call for at, call in enumerate(calls) if call not in calls[:at]]
         if calls and all(fits(arguments, self._tools[name]) for name, arguments in calls):
             self.text = ""
             for name, arguments in calls[: self._most_untagged]:

@@ -107,6 +107,7 @@ UNTAGGED = {
     f"[\n  {PARIS},\n  {TIME}\n]": ["weather", "clock"],
     f"{PARIS}\n{TIME}": ["weather", "clock"],
     f"{PARIS}; {TIME}": ["weather", "clock"],
+    f"{PARIS}\n{PARIS}\n{TIME}\n{PARIS}\n{TIME[:9]}": ["weather", "clock"],
     f"```json\n{PARIS}\n```": ["weather"],
     f"```\n{TIME}\n```\n": ["clock"],
     f"```json\n[{PARIS}, {TIME}]\n```": ["weather", "clock"],
