@@ -14,6 +14,7 @@ from typing import get_args
 
 from kp_core.compose import Composer, Region
 from kp_core.errors import SamplingError, SteeringError
+from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.kept import KeptKV
 from kp_core.packs.view import PackView
 from kp_core.prompt.prompt import Prompt, Span
@@ -142,6 +143,8 @@ class Plan:
     wanted: tuple[int, int] = (0, 0)
     """The token range whose KV `Engine.kv` returns; what no region provides is computed."""
     reuse: bool = True
+    model: ModelFingerprint | None = None
+    """The model it was made for, whose KV it may read; an engine refuses it for another. `None` fits any."""
     choice: str = field(default="", compare=False)
     """The composer that `composer="auto"` took, and why."""
 

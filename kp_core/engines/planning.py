@@ -57,8 +57,8 @@ class Planner:
     """Makes plans for one model."""
 
     def __init__(self, engine: Engine, template: ChatTemplate, selector: Selector, calibrations: Calibrations) -> None:
-        self._engine, self._identity, self._template = engine, engine.identity, template
-        self._ordering, self._selector, self._calibrations = Ordering(), selector, calibrations
+        self._engine, self.model, self._template = engine, engine.identity, template
+        self._ordering, self._selector, self.calibrations = Ordering(), selector, calibrations
         self._met, self._lock = dict[Hashable, None](), threading.Lock()
 
     def plan(
@@ -79,11 +79,11 @@ class Planner:
         view = request.view
         if view is not None:
             recognise = view.recognise and request.recognise
-            view = replace(view, recognise=recognise, model=self._identity, mismatch=request.mismatch)
+            view = replace(view, recognise=recognise, model=self.model, mismatch=request.mismatch)
         turns = placed(
             messages,
             view=view,
-            packs=explicit_packs(request.packs, view, self._identity, request.mismatch),
+            packs=explicit_packs(request.packs, view, self.model, request.mismatch),
             placement=request.placement,
             compact=request.compact,
         )
@@ -104,7 +104,7 @@ class Planner:
         prompt, is_wrapped = plan.prompt, False
         steered = self._steered(prompt, request)
         if isinstance(composer := request.composer, PacketComposer):
-            composer.check(self._identity)
+            composer.check(self.model)
             wrapped = [span for region in plan.regions if region.composer == composer for span in region.spans]
             if steered or not request.reuse:  # Steered packs are computed; without reuse, everything is.
                 request = replace(request, composer=ExactComposer())
@@ -132,7 +132,7 @@ class Planner:
         unread, why = 0, ""
         if isinstance(request.composer, AutoComposer):
             groups = [[len(pack.pack.token_ids) for pack in group.packs] for group in arranged(turns, {})[1]]
-            composer, reason = self._calibrations.choice(groups, request.composer, view)
+            composer, reason = self.calibrations.choice(groups, request.composer, view)
             request, why = replace(request, composer=composer), f"{composer.key}, because {reason}"
         if isinstance(request.composer, SelectComposer):
             turns, unread = self._selector.selected(turns, request.composer, view)
@@ -146,7 +146,7 @@ class Planner:
         steered = plan_steered(prompt, steering, request.scope, answering=answering)
         for part_steering in (part.steering for region in steered for part in region.parts):
             if part_steering is not None:
-                part_steering.check(self._identity)
+                part_steering.check(self.model)
                 part_steering.warn_beyond_cliff()
         return steered
 
@@ -168,7 +168,7 @@ class Planner:
         """
         ids = (*prefix, *token_ids)
         prompt, regions = Prompt(ids, as_text=tuple(before), owner=namespace), plan_regions(Prompt(prefix))
-        return Plan(prompt, regions, wanted=(len(prefix), len(ids)))
+        return Plan(prompt, regions, wanted=(len(prefix), len(ids)), model=self.model)
 
     def _sourced(
         self, prompt: Prompt, request: Request, source: PackView | None = None, *, learn: bool = False
@@ -185,7 +185,7 @@ class Planner:
             pack = span.pack
             is_home = pack.prefix == prompt.token_ids[: span.start]
             fits = pack.token_ids == prompt.token_ids[span.start : span.stop]
-            is_exact = is_home and fits and pack.fingerprint == self._identity
+            is_exact = is_home and fits and pack.fingerprint == self.model
             if span.recognised:
                 is_plain = pack.steering is None and request.steering is None
                 is_read = is_exact and (pack.kv is not None or pack.stored_bytes > 0)
@@ -212,7 +212,7 @@ class Planner:
             spans.append(span)
         prompt = replace(prompt, spans=tuple(spans), as_text=(*prompt.as_text, *text_spans))
         regions = plan_regions(prompt, packs, composed)
-        return Plan(prompt, regions, packs=source, reuse=request.reuse), learned
+        return Plan(prompt, regions, packs=source, reuse=request.reuse, model=self.model), learned
 
     def _composer(
         self, span: Span, prompt: Prompt, request: Request, composable: Collection[Span], *, is_home: bool
@@ -223,23 +223,23 @@ class Planner:
             return None
         if is_home:
             return NaiveComposer("accept") if accepts_mismatch else None
-        is_own = pack.fingerprint == self._identity
-        may_compose = is_own or (accepts_mismatch and pack.fingerprint.same_model(self._identity))
+        is_own = pack.fingerprint == self.model
+        may_compose = is_own or (accepts_mismatch and pack.fingerprint.same_model(self.model))
         return request.composer if may_compose and span in composable else None
 
     def _compiled(self, span: Span, prompt: Prompt) -> tuple[KnowledgePack, Plan]:
         """The pack of `span` as compiled for its position, without KV, and the plan that computes its KV."""
         ids, prefix = prompt.token_ids[span.start : span.stop], prompt.token_ids[: span.start]
-        pack = replace(span.pack, token_ids=ids, prefix=prefix, fingerprint=self._identity, kv=None)
+        pack = replace(span.pack, token_ids=ids, prefix=prefix, fingerprint=self.model, kv=None)
         before = [earlier for earlier in (*prompt.spans, *prompt.as_text) if earlier.start < span.start]
         return pack, self.wanted(prefix, ids, pack.namespace, before)
 
     def _stored(self, span: Span, prompt: Prompt, source: PackView | None) -> Span | None:
         """The span with the stored entry of its pack for exactly the tokens before it, if `source` has one."""
-        pack, key = span.pack, PackKey(self._identity, prompt.token_ids[: span.start])
+        pack, key = span.pack, PackKey(self.model, prompt.token_ids[: span.start])
         if source is None or pack.steering is not None or not find_handles(span.handle):
             return None
-        if pack.fingerprint != self._identity or pack.prefix == key.prefix:
+        if pack.fingerprint != self.model or pack.prefix == key.prefix:
             return None
         entry = source.peek(Handle.parse(span.handle), key)
         if entry is None or not key.fits(entry) or not entry.stored_bytes:
@@ -352,7 +352,7 @@ class Planner:
                 if handles and not region.label and not has_entry and (namespace or not behind_words[pack_span]):
                     key = hasher.hexdigest(), prompt.token_ids[start : pack_span.stop], tuple(handles)
                     words = namespace if behind_words[pack_span] else None
-                    yield (start, pack_span.stop), KeptEntry(self._identity, start, *key, words, _BEGINS)
+                    yield (start, pack_span.stop), KeptEntry(self.model, start, *key, words, _BEGINS)
             if region.label:
                 hasher.update(_packed(prompt.token_ids[digested : region.stop]) + f"{region.label}\n".encode())
                 digested = region.stop
@@ -364,7 +364,7 @@ class Planner:
             for span in region.spans if isinstance(region.composer, PacketComposer) else ():
                 if region.composer and find_handles(span.handle):
                     pack, composer = span.pack, region.composer.key
-                    key = KeptEntry.wrapped(self._identity, composer, pack.prefix, pack.token_ids, span.handle)
+                    key = KeptEntry.wrapped(self.model, composer, pack.prefix, pack.token_ids, span.handle)
                     keys[span.start, span.stop] = key
         return keys
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Generator, Hashable, Iterable, 
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
@@ -97,9 +97,8 @@ class Session:
         """The model's chat template."""
         self.tokenizer: Any = engine.tokenizer
         """The model's tokenizer."""
-        self.max_positions = engine.max_positions
-        """Most tokens of prompt and answer together."""
         self._idle, self._planning = IdleQueue(), threading.Lock()
+        self._last_planner: Planner | None = None
         self._pace = (0, 0.0)  # Sums over requests: computed tokens, and seconds to the first token.
 
     @property
@@ -112,17 +111,29 @@ class Session:
         """Whether all packs are built without KV, because a server computes it."""
         return "lazy" in self.engine.supports and "kv" not in self.engine.supports
 
-    @cached_property
-    def _planner(self) -> Planner:
-        build, shipped = partial(self.build_packs, progress=False), self.calibrations.of(None)
-        heads = shipped.heads if shipped else ()
-        selector = Selector(self.engine, self.template, self._attention, build, heads)
-        return Planner(self.engine, self.template, selector, self.calibrations)
+    @property
+    def max_positions(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.engine.max_positions
 
-    @cached_property
+    @property
+    def _planner(self) -> Planner:
+        """The planner for the model as it is now. It holds all that is known of the model, so another needs another."""
+        with self._planning:
+            if self._last_planner is None or self._last_planner.model != self.fingerprint:
+                calibrations = Calibrations(self.fingerprint.identity, self.engine.supports)
+                build, shipped = partial(self.build_packs, progress=False), calibrations.of(None)
+                heads = shipped.heads if shipped else ()
+                selector = Selector(self.engine, self.template, self._attention, build, heads)
+                self._last_planner = Planner(self.engine, self.template, selector, calibrations)
+                self._pace = (0, 0.0)
+                self._probe.cache_clear()
+            return self._last_planner
+
+    @property
     def calibrations(self) -> Calibrations:
         """What is known of composers with this model; `composer="auto"` chooses by it."""
-        return Calibrations(self.fingerprint.identity, self.engine.supports)
+        return self._planner.calibrations
 
     def _attention(self, plan: Plan, layers: int | None) -> Tensor | None:
         self._need("attention", "composer='select'")
@@ -296,8 +307,6 @@ class Session:
         change then belong to another model. Raises `BusyError` while answers are under way or packs are pinned.
         """
         self._cache("refresh").refresh()
-        with self._planning:
-            self.__dict__.pop("_planner", None)
 
     def close(self) -> None:
         """End background work. Requests are still answered."""
@@ -355,9 +364,7 @@ class Session:
         forced: tuple[int, ...] = (),
         learn: bool = True,
     ) -> Plan:
-        with self._planning:
-            planner = self._planner
-        plan, learned, upgrade = planner.plan(messages, request, tokens=tokens, learn=learn)
+        plan, learned, upgrade = self._planner.plan(messages, request, tokens=tokens, learn=learn)
         grammar, opened = grammar_of(self.template, self.tokenizer, plan.prompt, request)
         sources = {region.source for region in plan.regions}
         self._need("steer", "steering", needed="steered" in sources)

@@ -92,19 +92,22 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     loaded, hf_tokenizer = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code, **loading)
     # Made first, so that a missing template is reported before the model is probed.
     template = ChatTemplate(hf_tokenizer, template_options)
-    causal = CausalModel(loaded, keep_attention=loading.get("attn_implementation") is not None, graphs=graphs)
+    keep_attention = loading.get("attn_implementation") is not None
+    causal = CausalModel(loaded, keep_attention=keep_attention, graphs=graphs)
     files, commit, watch = None, None, None
     if not isinstance(source, str | Path):
         watch = watched(loaded)  # Nobody else can change a model that was loaded here.
     elif loading.get("quantization_config") is None:  # Else the files do not have the quantised weights.
         files, commit = source, commit_of(place_of(source)[0], loading.get("revision"))
 
-    def renew() -> None:
-        nonlocal files, watch
-        # The model was changed in memory, so its files no longer describe it.
-        files, watch = None, watched(loaded)
-        causal.renew()
+    def renew() -> CausalModel:
+        nonlocal causal, files, watch
+        renewed = watched(loaded)
+        # The engine's copies of modules, packed weights and recorded passes are of the model as it was.
+        causal = CausalModel(loaded, keep_attention=keep_attention, graphs=graphs)
+        files, watch = None, renewed  # The model was changed in memory, so its files no longer describe it.
         identity.cache_clear()
+        return causal
 
     def check() -> None:
         if watch is not None:

@@ -82,7 +82,8 @@ class CausalModel:
         self.shape = measured_shape(self.network, self.kind.windows)
         self.attends = False
         """Whether its attention is tiled (`hf.attention`)."""
-        self._pack_weights()
+        buffer = KVBuffer(self.shape, 2 * PROBE)
+        self._packed = pack_weights(self.network, partial(self.forward, self._probe_ids(), buffer, logits=0))
         self.replays: Replays | None = None
         """Recorded short passes; `None` if each is computed anew."""
         self._engine = "local"
@@ -98,15 +99,6 @@ class CausalModel:
         if graphs and self.device.type == "cuda" and self.batches:
             self.use_replay(capturing(self.device))
         let_go()  # Other threads may run the requests.
-
-    def renew(self) -> None:
-        """Read the current weights, and probe again which capabilities the model lacks."""
-        self._pack_weights()
-        self.lacks = self._found_lacks()
-
-    def _pack_weights(self) -> None:
-        buffer = KVBuffer(self.shape, 2 * PROBE)
-        self._packed = pack_weights(self.network, partial(self.forward, self._probe_ids(), buffer, logits=0))
 
     def use_replay(self, record: Record) -> None:
         """Replay passes that `record` records, if that gives the same logits: of decoding, and of short questions.

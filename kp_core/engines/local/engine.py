@@ -27,7 +27,7 @@ from kp_core.engines.local.grammar import Grammars
 from kp_core.engines.local.model import Model
 from kp_core.engines.local.scheduler import Decoding, Scheduler, let_go
 from kp_core.engines.local.tree import Node, Path, PrefixTree
-from kp_core.errors import BusyError, PackError, PackNotFoundError
+from kp_core.errors import BusyError, ModelChangedError, PackError, PackNotFoundError
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import in_threads
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -54,10 +54,10 @@ class LocalEngine:
     """Runs plans with a `Model`. It has all capabilities that the model allows.
 
     `identity` gives the fingerprint, and may take seconds. `check` is called before each request, and raises when the
-    model has changed. After `renew`, both go by the model as it is then. `cache_bytes` is the budget for all KV on the
-    device: the buffers of requests and the prefix tree. What the tree evicts moves to host memory, up to
-    `host_cache_bytes`, unless layers are on several devices. `pass_tokens` is the most tokens of one pass. Several
-    threads may call it.
+    model has changed. `renew` gives a model of the weights as they are now, by which both go from then on.
+    `cache_bytes` is the budget for all KV on the device: the buffers of requests and the prefix tree. What the tree
+    evicts moves to host memory, up to `host_cache_bytes`, unless layers are on several devices. `pass_tokens` is the
+    most tokens of one pass. Several threads may call it.
     """
 
     def __init__(  # noqa: PLR0913 - what it is made of
@@ -70,23 +70,27 @@ class LocalEngine:
         cache_bytes: int,
         pass_tokens: int,
         host_cache_bytes: int = 0,
-        renew: Callable[[], None] = lambda: None,
+        renew: Callable[[], Model] | None = None,
     ) -> None:
+        self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
+        self.pass_tokens, self._cache_bytes, self._host_cache_bytes = pass_tokens, cache_bytes, host_cache_bytes
+        self._run_model(model)
+
+    def _run_model(self, model: Model) -> None:
+        """Make all that depends on the model, with nothing in memory."""
         self.model = model
         self.max_positions = model.max_positions
         self.bytes_per_token, self.state_bytes = model.shape.bytes_per_token, model.shape.state_bytes
         """Bytes of KV per token, and of the states of recurrent layers at each end of a pack or a message."""
-        self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
-        self.pass_tokens = pass_tokens
-        host_bytes = 0 if model.shape.devices else host_cache_bytes
-        self.tree = PrefixTree(cache_bytes, has_states=bool(model.shape.states), host_bytes=host_bytes)
+        host_bytes = 0 if model.shape.devices else self._host_cache_bytes
+        self.tree = PrefixTree(self._cache_bytes, has_states=bool(model.shape.states), host_bytes=host_bytes)
         """The KV that prompts with the same beginning share."""
-        self.pool = model.pool(self.tree, cache_bytes)
+        self.pool = model.pool(self.tree, self._cache_bytes)
         """The buffers of requests."""
         self.scheduler = Scheduler(model, self.free_memory)
-        eos = getattr(tokenizer, "eos_token_id", None)
+        eos = getattr(self.tokenizer, "eos_token_id", None)
         self._end_tokens = frozenset(model.end_tokens | ({eos} if isinstance(eos, int) else set()))
-        self._grammars = Grammars(tokenizer, model.vocabulary, self._end_tokens)
+        self._grammars = Grammars(self.tokenizer, model.vocabulary, self._end_tokens)
 
     @property
     def identity(self) -> ModelFingerprint:
@@ -201,13 +205,18 @@ class LocalEngine:
         self.pool.clear()
 
     def refresh(self) -> None:
-        """Start to use the model as it is now. Raises `BusyError` while KV is pinned or in use."""
+        """Start to use the model as it is now. Raises `BusyError` while KV is pinned or in use.
+
+        Plans made before are refused.
+        """
         self.clear_cache()
-        if not self.tree.is_empty:
-            raise BusyError(
-                "Answers are under way, or packs are pinned. End them, `unpin` the packs, and refresh then."
-            )
-        self._renew()
+        with self.pool.turn(Limit()):  # A prompt that waits for its turn is then refused.
+            if self.pool.used or not self.tree.is_empty:
+                raise BusyError(
+                    "Answers are under way, or packs are pinned. End them, `unpin` the packs, and refresh then."
+                )
+            if self._renew is not None:
+                self._run_model(self._renew())
 
     def prefill(
         self,
@@ -222,10 +231,11 @@ class LocalEngine:
 
         With `asks`, the end of the prompt may be left to `Run.ask`, if it is short and other requests are computing.
         Waits until the buffer fits into the budget. Raises `CacheBudgetError` if it can never fit, and `CancelledError`
-        at `limit`.
+        at `limit`, and `ModelChangedError` if the model is not that of the plan.
         """
         # One prompt at a time, so that a second prompt with the same beginning finds the KV of the first.
         with self.scheduler.coming(), self.pool.turn(limit):
+            self._refuse_old(plan)
             tree = self.tree if plan.reuse else PrefixTree(0, has_states=bool(self.model.shape.states))
             begin_run = partial(Run, self, plan, capacity, tree, limit, logits=logits, asks=asks and plan.reuse)
             run, plain_kv = begin_run(), None
@@ -278,6 +288,12 @@ class LocalEngine:
         finally:
             self.scheduler.leave(decoding)
             run.close(tokens)
+
+    def _refuse_old(self, plan: Plan) -> None:
+        """Raise `ModelChangedError` if the model changed since `plan` was made, which may have been long ago."""
+        self._check()
+        if plan.model not in (None, self.identity):
+            raise ModelChangedError("The engine was refreshed after this request was planned. Ask again.")
 
     def _forced(self, plan: Plan, stream: TokenStream) -> Iterator[int]:
         def scored() -> list[float]:

@@ -134,12 +134,12 @@ def test_damaged_heads_are_measured_again(anywhere):
         '{"layers": [1], "heads": [99]}',
     ):
         view.source.blobs.write(key, [damaged.encode()])
-        engine.__dict__.pop("_planner")
+        engine._last_planner = None
         engine.clear_cache()
         again = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
         assert engine._planner._selector._found == found
         assert again.token_ids == first.token_ids
-    engine.__dict__.pop("_planner")
+    engine._last_planner = None
 
 
 def test_the_heads_that_come_with_the_package_are_the_measured_ones(smol_bf16):
@@ -149,15 +149,15 @@ def test_the_heads_that_come_with_the_package_are_the_measured_ones(smol_bf16):
 
 def test_a_new_process_need_not_look_for_the_heads_again(anywhere, monkeypatch):
     engine, options, handles = anywhere
-    engine.__dict__.pop("_planner", None)
+    engine._last_planner = None
     first = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
     found = engine._planner._selector._found
-    engine.__dict__.pop("_planner")
+    engine._last_planner = None
     monkeypatch.setattr(Selector, "_measured_heads", lambda _: pytest.fail("they are stored beside the packs"))
     again = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
     assert engine._planner._selector._found == found
     assert again.token_ids == first.token_ids
-    engine.__dict__.pop("_planner")
+    engine._last_planner = None
 
 
 def test_more_packs_than_the_model_has_positions(tmp_path):
