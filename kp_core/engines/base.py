@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -94,6 +95,8 @@ class TokenStream:
 
 
 _streams: WeakSet[TokenStream] = WeakSet()
+if hasattr(os, "register_at_fork"):  # The other process closes them.
+    os.register_at_fork(after_in_child=_streams.clear)
 
 
 @atexit.register

@@ -25,6 +25,7 @@ from kp_core.packs.handle import strip_handles
 from kp_core.plan import Limit, Plan
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.template import ChatTemplate
+from kp_core.threads import make_anew
 from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader, ToolCall
 from kp_core.tools.logprobs import BYTE_TOKEN, TokenLogprob, scored_token, token_bytes
 
@@ -44,10 +45,21 @@ __all__ = [
 
 T = TypeVar("T")
 
-# asyncio's default pool has few threads on a small machine, and answers that are decoded together wait for each other.
-_THREADS = ThreadPoolExecutor(64, "kp-async")
-# A new request may wait for memory until running streams end, so the steps of running streams have their own threads.
-_STEPS = ThreadPoolExecutor(64, "kp-async-step")
+
+class _Threads:
+    """The threads for requests of asyncio."""
+
+    def __init__(self) -> None:
+        # asyncio's default pool has few threads on a small machine, and answers decoded together wait for each other.
+        self.requests = ThreadPoolExecutor(64, "kp-async")
+        # A new request may wait for memory until running streams end, so steps of streams have their own threads.
+        self.steps = ThreadPoolExecutor(64, "kp-async-step")
+
+    forked = __init__
+
+
+_threads = _Threads()
+make_anew(_threads)
 
 _MAYBE_HANDLE = re.compile(
     r"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))k(?:p(?::[a-z0-9_-]{0,63}(?:/[a-z2-7]{0,21})?)?)?\Z|\\[nrt]?\Z"
@@ -358,8 +370,8 @@ class Stream:
 class AsyncStream:
     """A `Stream` for asyncio. Every step runs in a thread, and cancelling the task sets `cancel`."""
 
-    def __init__(self, start: Callable[[], Stream], cancel: threading.Event) -> None:
-        self._start, self._cancel = start, cancel
+    def __init__(self, start: Callable[[], Stream], limit: Limit) -> None:
+        self._start, self._limit = start, limit
         self._stream: Stream | None = None
         # `_close` waits for a step that runs in another thread.
         self._stepping = threading.Lock()
@@ -381,14 +393,15 @@ class AsyncStream:
     async def deltas(self) -> AsyncIterator[Delta]:
         """All pieces, as `Stream.deltas`."""
         while True:
-            threads = _THREADS if self._stream is None else _STEPS
-            if (delta := await in_thread(self._next, self._cancel, self._close, threads)) is None:
+            is_step = self._stream is not None
+            if (delta := await in_thread(self._next, self._limit, self._close, is_step=is_step)) is None:
                 return
             yield delta
 
     async def aclose(self) -> None:
         """Stop generating and release the memory."""
-        self._cancel.set()
+        if self._limit.cancel is not None:
+            self._limit.cancel.set()
         await asyncio.to_thread(self._close)
 
     def _next(self) -> Delta | None:
@@ -404,20 +417,24 @@ class AsyncStream:
 
 
 async def in_thread(
-    work: Callable[[], T],
-    cancel: threading.Event,
-    clean_up: Callable[[], None] | None = None,
-    threads: ThreadPoolExecutor = _THREADS,
+    work: Callable[[], T], limit: Limit, clean_up: Callable[[], None] | None = None, *, is_step: bool = False
 ) -> T:
     """Run `work` in a thread, in the context of the task.
 
-    Cancelling the task sets `cancel`; `clean_up` then runs once `work` has returned.
+    Cancelling the task sets `limit.cancel`; `clean_up` then runs once `work` has returned. Raises
+    `GenerationTimeoutError` if the time is up before a thread is free; later, `work` itself must end at `limit`.
     """
-    future = asyncio.get_running_loop().run_in_executor(threads, copy_context().run, work)
+    begun = (_threads.steps if is_step else _threads.requests).submit(copy_context().run, work)
+    future = asyncio.wrap_future(begun)
     try:
+        if limit.timeout is not None:
+            await asyncio.wait([future], timeout=max(limit.timeout - limit.spent, 0))
+            if not future.done() and begun.cancel():
+                check_time(limit, 0)
         return await asyncio.shield(future)
     except asyncio.CancelledError:
-        cancel.set()
+        if limit.cancel is not None:
+            limit.cancel.set()
 
         def after(done: Future[T] | asyncio.Future[T]) -> None:
             # Nobody awaits the result any more. Reading the error keeps asyncio from logging it.

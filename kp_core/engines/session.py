@@ -54,6 +54,7 @@ from kp_core.progress import bar_of
 from kp_core.prompt.conversation import Message
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import Pair, Steering
+from kp_core.threads import make_anew
 from kp_core.tools import Delta
 
 if TYPE_CHECKING:
@@ -99,7 +100,13 @@ class Session:
         """The model's tokenizer."""
         self._idle, self._planning = IdleQueue(), threading.Lock()
         self._last_planner: Planner | None = None
+        make_anew(self)
         self._pace = (0, 0.0)  # Sums over requests: computed tokens, and seconds to the first token.
+
+    def forked(self) -> None:
+        """In a forked process: begin as a new session on the engine. The other process does its background work."""
+        atexit.unregister(self._idle.close)
+        self._idle, self._planning, self._last_planner = IdleQueue(), threading.Lock(), None
 
     @property
     def fingerprint(self) -> ModelFingerprint:
@@ -152,7 +159,9 @@ class Session:
     def stream(self, messages: Sequence[Message] | str, **options: Any) -> Stream:  # noqa: ANN401
         """The answer in pieces. Raises as `generate`, at the call."""
         request = Request.of(options)
-        limit = Limit(request.cancel, request.timeout)
+        return self._stream(messages, request, Limit(request.cancel, request.timeout))
+
+    def _stream(self, messages: Sequence[Message] | str, request: Request, limit: Limit) -> Stream:
         plan = self._plan(messages, request)
         self._need("sampling", "sampled answers", needed=request.temperature > 0 or request.repetition_penalty != 1)
         self._need("logprobs", "log-probabilities", needed=request.gives_logprobs)
@@ -187,13 +196,13 @@ class Session:
 
     async def agenerate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401
         """As `generate`, without blocking the event loop. Cancelling the task stops the generation."""
-        cancel = options["cancel"] = options.get("cancel") or threading.Event()
-        return await in_thread(lambda: self.generate(messages, **options), cancel)
+        request, limit = _of_asyncio(options)
+        return await in_thread(lambda: self._stream(messages, request, limit).result(), limit)
 
     def astream(self, messages: Sequence[Message] | str, **options: Any) -> AsyncStream:  # noqa: ANN401
         """As `stream`, without blocking the event loop. Leaving the loop early stops the generation."""
-        cancel = options["cancel"] = options.get("cancel") or threading.Event()
-        return AsyncStream(lambda: self.stream(messages, **options), cancel)
+        request, limit = _of_asyncio(options)
+        return AsyncStream(lambda: self._stream(messages, request, limit), limit)
 
     def prefill(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401
         """Prefill a conversation, and answer with no token. Warms the cache, and gives the logits after the prompt."""
@@ -434,6 +443,12 @@ class Session:
         with suppress(BusyError):  # The next such request tries again.
             for pack, plan in learned:
                 self.when_idle(partial(stored, pack, plan))
+
+
+def _of_asyncio(options: Mapping[str, Any]) -> tuple[Request, Limit]:
+    """A request that can be cancelled, and its limit, which counts from now: it may wait for a thread."""
+    request = Request.of({**options, "cancel": options.get("cancel") or threading.Event()})
+    return request, Limit(request.cancel, request.timeout)
 
 
 def _run_many(

@@ -24,6 +24,7 @@ from kp_core.facts.filters import predicate
 from kp_core.facts.index import blank_room, check_index, repair_mark
 from kp_core.facts.store import BANK_SIZE, FactStore, Row, Vectors, alive, ranked
 from kp_core.packs.handle import check_namespace
+from kp_core.threads import check_process
 
 __all__ = ["ChromaFactStore"]
 
@@ -85,6 +86,7 @@ class ChromaFactStore(FactStore):
         embedder = None if embedder is None else as_embedder(embedder)
         self.where, self.read_only = str(path or type(client).__name__), read_only
         self._opened, self._centroids = dict[str, Any](), dict[str, Any]()
+        self._process = os.getpid()
         if path is not None and not is_url(path):
             self.path = Path(path)
             self._lock = prepared(self.path, read_only=read_only, wait=wait)
@@ -161,7 +163,7 @@ class ChromaFactStore(FactStore):
     def _read(self, collection: Any, embedder: Any, namespace: str, where: str) -> None:  # noqa: ANN401
         """Initialise the store for a foreign collection, in place of `__init__`."""
         self.collection, self.where = collection.name, f"{where}, collection {collection.name!r}"
-        self.read_only = True
+        self.read_only, self._process = True, os.getpid()
         with _told(self.where):
             settings = collection.configuration_json or {}
         metrics = [section.get("space") for section in settings.values() if isinstance(section, Mapping)]
@@ -172,7 +174,8 @@ class ChromaFactStore(FactStore):
 
     def close(self) -> None:
         """Release the folder; a second call does nothing."""
-        if not self._closed:
+        # In a forked process, client and file lock are those of the other.
+        if not self._closed and self._process == os.getpid():
             self._closed = True
             if self._client is not None and self.path is not None:
                 self._client.close()
@@ -455,7 +458,13 @@ class ChromaFactStore(FactStore):
                 "that it was made with."
             )
 
+    def forked(self) -> None:
+        """See `FactStore.forked`; the lock of a folder is that of all its stores."""
+        super().forked()
+        _WRITING.clear()
+
     def _check_open(self) -> None:
+        check_process(self._process, f"The Chroma database {self.where}", FactError)
         if self._closed:
             raise FactError(f"{self.where} was closed. Open it again with `ChromaFactStore(path)`.")
         if self.path is not None:

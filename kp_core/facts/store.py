@@ -20,6 +20,7 @@ from kp_core.facts.base import LATEST, Added, Fact, Filter, Hit, Reranker
 from kp_core.facts.embed import Embedder, as_embedder, checked_vectors, normalised
 from kp_core.facts.filters import predicate
 from kp_core.facts.rerank import hits_wanted
+from kp_core.threads import make_anew
 
 __all__ = ["BANK_SIZE", "LARGEST", "FactStore", "Row", "Vectors", "alive", "cluster", "ranked"]
 
@@ -67,6 +68,11 @@ class FactStore(ABC):
             raise FactError(f"Got bank_size={bank_size}; expected at least 1.")
         self.embedder = as_embedder(embedder)
         self.bank_size = bank_size
+        self.forked()
+        make_anew(self)
+
+    def forked(self) -> None:
+        """In a forked process: another thread may have held the lock."""
         self._writing = threading.RLock()
 
     @abstractmethod

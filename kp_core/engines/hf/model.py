@@ -36,11 +36,11 @@ from kp_core.engines.hf.rows import Rows, run_ragged
 from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.local.buffer import TILE, BufferPool, KVBuffer
 from kp_core.engines.local.model import Memory
-from kp_core.engines.local.scheduler import let_go
 from kp_core.engines.local.tree import PrefixTree
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.rope import Rope
+from kp_core.threads import let_go
 
 __all__ = ["CausalModel"]
 
@@ -80,6 +80,7 @@ class CausalModel:
         self.keeps_logits = "logits_to_keep" in parameters
         """Whether a pass can return the logits of some tokens alone."""
         self.shape = measured_shape(self.network, self.kind.windows)
+        self.forks = self.device.type == "cpu" and not self.shape.devices
         self.attends = False
         """Whether its attention is tiled (`hf.attention`)."""
         buffer = KVBuffer(self.shape, 2 * PROBE)

@@ -31,6 +31,8 @@ class LlamaModel:
     Raises `ModelError` if the state of its sequences is not laid out as this release knows it.
     """
 
+    forks = False
+
     def __init__(self, context: Context, dtype: torch.dtype) -> None:
         self.context = context
         lib, model = context.lib, context.model

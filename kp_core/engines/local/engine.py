@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,9 +26,9 @@ from kp_core.engines.base import CAPABILITIES, TokenStream
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.grammar import Grammars
 from kp_core.engines.local.model import Model
-from kp_core.engines.local.scheduler import Decoding, Scheduler, let_go
+from kp_core.engines.local.scheduler import Decoding, Scheduler
 from kp_core.engines.local.tree import Node, Path, PrefixTree
-from kp_core.errors import BusyError, ModelChangedError, PackError, PackNotFoundError
+from kp_core.errors import BusyError, ModelChangedError, ModelError, PackError, PackNotFoundError
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import in_threads
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -35,6 +36,7 @@ from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack
 from kp_core.plan import Limit, Plan, Region
 from kp_core.prompt.prompt import Span
+from kp_core.threads import check_process, let_go, make_anew
 from kp_core.tools import Scores
 
 __all__ = ["LocalEngine", "Run"]
@@ -75,6 +77,14 @@ class LocalEngine:
         self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
         self.pass_tokens, self._cache_bytes, self._host_cache_bytes = pass_tokens, cache_bytes, host_cache_bytes
         self._run_model(model)
+        make_anew(self)
+
+    def forked(self) -> None:
+        """In a forked process: begin with nothing in memory. Other threads may have held locks, KV and buffers."""
+        if self.model.forks:
+            self._run_model(self.model)
+        else:
+            self._check = partial(check_process, os.getppid(), "This model", ModelError)
 
     def _run_model(self, model: Model) -> None:
         """Make all that depends on the model, with nothing in memory."""

@@ -32,6 +32,8 @@ class Model(Protocol):
     """Length of the logits."""
     end_tokens: frozenset[int]
     """Tokens that end an answer."""
+    forks: bool
+    """Whether it works in a process that was forked from the one that loaded it."""
     lacks: Mapping[str, str]
     """See `Engine.lacks`; the engine has all other capabilities."""
 

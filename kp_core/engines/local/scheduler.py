@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -22,8 +19,9 @@ from torch import Tensor
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.model import Memory, Model
 from kp_core.errors import CacheBudgetError
+from kp_core.threads import let_go
 
-__all__ = ["Decoding", "Scheduler", "is_out_of_memory", "let_go"]
+__all__ = ["Decoding", "Scheduler", "is_out_of_memory"]
 
 _Result = TypeVar("_Result")
 
@@ -40,7 +38,6 @@ _OUT_OF_MEMORY = (
 )
 _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """What libraries say that raise no error of their own for it: Metal, torch on a CPU, cuBLAS."""
-_SOFT = 1  # `omp_pause_soft` of OpenMP: threads end, and their settings stay.
 
 
 @dataclass(eq=False)
@@ -268,25 +265,3 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(said in str(error) for said in _NO_MEMORY)
     )
-
-
-def let_go() -> None:
-    """End the OpenMP threads of the calling thread, if torch uses libgomp. New ones start when it computes again.
-
-    libgomp keeps worker threads for every thread that ever computed. They wait without sleeping only while there are no
-    more of them than cores, and waking them in every parallel loop is slow: a decoding step of SmolLM2 takes 66 ms on
-    two cores, and 36 ms with this function.
-    """
-    _pause()(_SOFT)
-
-
-@cache
-def _pause() -> Callable[[int], int]:
-    libraries = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")) if sys.platform == "linux" else []
-    for path in libraries:
-        try:
-            pause: Callable[[int], int] = ctypes.CDLL(str(path)).omp_pause_resource_all
-        except (OSError, AttributeError):  # This libgomp is older than OpenMP 5.
-            continue
-        return pause
-    return lambda _: 0

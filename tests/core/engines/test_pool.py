@@ -15,6 +15,7 @@ import pytest
 from kp_core import PackStore, load_engine
 from kp_core.engines.local.buffer import BufferPool, KVBuffer
 from kp_core.engines.local.tree import PrefixTree
+from kp_core.engines.reading import in_thread
 from kp_core.errors import BusyError, CacheBudgetError, GenerationTimeoutError
 from kp_core.plan import Limit
 from kp_core.testing import tiny_model, tiny_tokenizer
@@ -318,3 +319,38 @@ def test_a_session_that_closes_or_refreshes_leaves_requests_that_run(tmp_path):
     assert [stream.result().text for stream in running] == [expected] * 4
     assert engine.generate(asked, **options).text == expected
     assert held(engine) == 0
+
+
+@pytest.mark.parametrize("entry", ["agenerate", "astream"])
+@pytest.mark.parametrize("gone", [0.3, 0.0])
+def test_the_time_of_an_async_request_counts_from_the_call_and_not_from_a_free_thread(entry, gone):
+    engine = engine_of(8)
+
+    async def asked():
+        inside, go = threading.Semaphore(0), threading.Event()
+
+        def waits():
+            inside.release()
+            go.wait()
+
+        tasks = [asyncio.ensure_future(in_thread(waits, Limit())) for _ in range(64)]  # All threads for requests.
+        await asyncio.to_thread(lambda: [inside.acquire() for _ in tasks])
+        try:
+            if entry == "agenerate":
+                asking = engine.agenerate("Hi", max_tokens=2, timeout=0.3)
+            else:
+                stream = engine.astream("Hi", max_tokens=2, timeout=0.3)
+                await asyncio.sleep(gone)  # It counts from the call, whenever the first piece is read.
+                asking = read_all(stream)
+            with pytest.raises(GenerationTimeoutError, match=r"after 0\.3 s"):
+                await asyncio.wait_for(asking, 20)
+        finally:
+            go.set()
+            await asyncio.gather(*tasks)
+
+    asyncio.run(asked())
+    assert asyncio.run(engine.agenerate("Hi", max_tokens=2, timeout=60)).token_ids
+
+
+async def read_all(stream):
+    return [piece async for piece in stream]
