@@ -109,6 +109,13 @@ class EngineSettings(BaseModel):
     def _name_roles(cls, roles: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(sorted({core_role(role) for role in roles}))
 
+    def __getstate__(self) -> dict[Any, Any]:
+        # LlamaIndex would leave out what cannot be pickled, and say so only in the log.
+        for part in (self.engine, self.store):
+            if part is not None:
+                part.__reduce__()
+        return super().__getstate__()
+
     @property
     def model_name(self) -> str:
         """Name of the model in metadata and traces."""

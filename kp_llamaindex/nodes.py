@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Self
 
+import numpy as np
 from llama_index.core.base.llms.types import BaseContentBlock, TextBlock
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
@@ -120,6 +121,7 @@ def _digest(text: str) -> str:
 def to_fact(node: BaseNode) -> Fact:
     """`node` as a fact: its text for the model; in the metadata the whole node, and its fields that filters can see."""
     pack_node = node if isinstance(node, PackNode) else PackNode.from_node(node)
+    pack_node = pack_node.model_copy(update={"metadata": _plain(pack_node.metadata)})
     metadata = {key: _as_field(value) for key, value in pack_node.metadata.items() if key not in {_NODE, REF_HASH}}
     # An uncut document is its own source, as in LlamaIndex's pipelines.
     source = node.source_node
@@ -132,6 +134,15 @@ def to_fact(node: BaseNode) -> Fact:
         metadata={**{key: value for key, value in metadata.items() if value is not None}, _NODE: json.dumps(record)},
         id=pack_node.node_id,
     )
+
+
+def _plain(value: Any) -> Any:
+    """A value with the numbers and arrays of numpy, which JSON does not know, as Python's own."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _as_field(value: object) -> Value | None:

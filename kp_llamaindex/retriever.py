@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -133,6 +134,11 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
             compiled_for = pack_place(DEFAULT_TEXT_QA_PROMPT_SEL, KnowledgePackLLM(engine=engine))
         delivery = delivery_of(None, store, engine=engine, compiled_for=compiled_for, **packing)
         super().__init__(delivery=delivery)  # type: ignore[call-arg]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # LlamaIndex would leave out what cannot be pickled, and say so only in the log.
+        pickle.dumps(self.delivery)
+        return super().__getstate__()
 
     def discard(self, ref_doc_id: str) -> None:
         """Remove the packs of a document's nodes."""

@@ -40,6 +40,7 @@ from kp_core.engines.request import CompiledFor, Request
 from kp_core.errors import (
     BusyError,
     ContextOverflowError,
+    ModelError,
     OptionError,
     PromptError,
     ShortTextError,
@@ -49,6 +50,7 @@ from kp_core.events import log_event
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
+from kp_core.pickling import Shared
 from kp_core.plan import Limit, Plan
 from kp_core.progress import bar_of
 from kp_core.prompt.conversation import Message
@@ -75,7 +77,7 @@ _STEP_TOKENS = 512  # Tokens of one step of background work.
 _PACED = 256  # Shorter prefills do not count for the pace, because the fixed cost of a pass dominates them.
 
 
-class Session:
+class Session(Shared):
     """Does everything with an engine: builds packs, and answers, explains and measures conversations.
 
     `template` is by default that of the engine's tokenizer. `probe` measures the seconds that prefilling one token
@@ -93,6 +95,8 @@ class Session:
         probe: Callable[[], float] = lambda: math.nan,
     ) -> None:
         self.engine, self.name = engine, name or type(engine).__name__
+        self.loads: Callable[[], Session] | None = None
+        """Loads it in another process; `None` if nothing can. `load_engine` sets it."""
         self._probe = cache(probe)
         self.template = template or ChatTemplate(engine.tokenizer)
         """The model's chat template."""
@@ -107,6 +111,15 @@ class Session:
         """In a forked process: begin as a new session on the engine. The other process does its background work."""
         atexit.unregister(self._idle.close)
         self._idle, self._planning, self._last_planner = IdleQueue(), threading.Lock(), None
+
+    def _opens(self) -> Callable[[], Session]:
+        if self.loads is None:
+            raise ModelError(
+                f"An engine with the model object {self.name!r} cannot be pickled: only an id, a folder, a file or an "
+                "address can be loaded in another process. Pass one of those to `load_engine`, or leave the engine out "
+                "and give `model=`, or load it in the process that needs it."
+            )
+        return self.loads
 
     @property
     def fingerprint(self) -> ModelFingerprint:

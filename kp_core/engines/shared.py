@@ -6,6 +6,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any
     one that the server names, and `api_key` may be given. Raises `ModelError` for any other `model` or `engine` and for
     a `dtype` with a server, and `MissingDependencyError` for an address when `kp_serve` is not installed.
     """
+    session = _loaded(model, engine, settings)
+    if (model is None or isinstance(model, str | Path)) and session.loads is None:
+        session.loads = partial(load_engine, model, engine=engine, **settings)
+    return session
+
+
+def _loaded(model: Any, engine: str | None, settings: Mapping[str, Any]) -> Session:  # noqa: ANN401
     if engine is not None and engine.startswith(("http://", "https://")):
         if "dtype" in settings:
             raise ModelError(f"Got dtype={settings['dtype']!r} for the server {engine}; it has its own.")

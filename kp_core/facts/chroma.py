@@ -7,8 +7,9 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ from kp_core.facts.filters import predicate
 from kp_core.facts.index import blank_room, check_index, repair_mark
 from kp_core.facts.store import BANK_SIZE, FactStore, Row, Vectors, alive, ranked
 from kp_core.packs.handle import check_namespace
+from kp_core.pickling import Shared
 from kp_core.threads import check_process
 
 __all__ = ["ChromaFactStore"]
@@ -189,6 +191,11 @@ class ChromaFactStore(FactStore):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _opens(self) -> Callable[[], Shared]:
+        if self.path is None or self.collection is not None:
+            return super()._opens()
+        return partial(ChromaFactStore, str(self.path.absolute()), self.embedder, read_only=self.read_only)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.where!r}, {self.embedder!r})"

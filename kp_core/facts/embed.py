@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kp_core.bundled import bundled_embedder, needing
 from kp_core.errors import FactError
+from kp_core.pickling import Shared
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -68,7 +69,7 @@ def checked_vectors(vectors: ArrayLike, count: int, embedder: Embedder) -> NDArr
     return vectors
 
 
-class SentenceTransformerEmbedder:
+class SentenceTransformerEmbedder(Shared):
     """An `Embedder` over sentence-transformers; the first use loads the model.
 
     `model` is a name on the Hugging Face hub or a folder. `None` is all-MiniLM-L6-v2, which is installed as a package.
@@ -96,6 +97,16 @@ class SentenceTransformerEmbedder:
         self._batch_size = batch_size
         self._lock = threading.Lock()
         self._loaded: SentenceTransformer | None = None
+
+    def _opens(self) -> Callable[[], SentenceTransformerEmbedder]:
+        return partial(
+            type(self),
+            self._source,
+            name=self.name,
+            query_prompt=self._query_prompt,
+            device=self._device,
+            batch_size=self._batch_size,
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"

@@ -20,6 +20,7 @@ from kp_core.facts.base import LATEST, Added, Fact, Filter, Hit, Reranker
 from kp_core.facts.embed import Embedder, as_embedder, checked_vectors, normalised
 from kp_core.facts.filters import predicate
 from kp_core.facts.rerank import hits_wanted
+from kp_core.pickling import Shared
 from kp_core.threads import make_anew
 
 __all__ = ["BANK_SIZE", "LARGEST", "FactStore", "Row", "Vectors", "alive", "cluster", "ranked"]
@@ -52,7 +53,7 @@ class Row(NamedTuple):
     bank: int | None = None
 
 
-class FactStore(ABC):
+class FactStore(Shared, ABC):
     """Finds facts for a question. Facts are grouped by namespace, and within it into banks of about `bank_size` (§2.3).
 
     The name of a bank is its namespace and its number there, e.g. `default/3`. `rebuild`, or their first use, makes the
@@ -123,7 +124,7 @@ class FactStore(ABC):
         If the process is killed meanwhile, the namespace has no banks, or all of them.
         """
 
-    def _check_writes(self) -> None:  # noqa: B027 - most stores may always be changed
+    def _check_writes(self) -> None:
         """Raise `FactError` if the store may not be changed."""
 
     def __len__(self) -> int:

@@ -88,6 +88,7 @@ class PackStore(Packs):
             raise QuotaError(f"Got keep_bytes={keep_bytes}; expected a number of bytes, or 0 to keep nothing.")
         self.blobs: Blobs = open_blobs(place) if isinstance(place, str | os.PathLike) else place
         self.max_bytes, self.keep_seconds, self._seal = max_bytes, keep_seconds, seal
+        self._source, self._given_secrets = place, bool(secret or seal)
         self.keep_bytes = default_keep_bytes(self.blobs) if keep_bytes is None else keep_bytes
         try:
             self.secrets = load_secrets(self.blobs, secret)
@@ -106,6 +107,15 @@ class PackStore(Packs):
         self._owners: dict[tuple[Handle, str], frozenset[str]] = {}
         # Threads free space one at a time, so that together they stay within the bound.
         self._turn: AbstractContextManager[object] = nullcontext() if max_bytes is None else threading.Lock()
+
+    def _opens(self) -> Callable[[], PackStore]:
+        if self._given_secrets:
+            raise PackError(
+                f"The store {self.blobs} was opened with a secret or seal, which is not pickled. Set KP_SECRET for all "
+                "processes instead, or open the store in the process that needs it."
+            )
+        bounds = {name: getattr(self, name) for name in ("max_bytes", "keep_bytes", "keep_seconds")}
+        return partial(PackStore, str(self.blobs) if isinstance(self.blobs, FolderBlobs) else self._source, **bounds)
 
     def __repr__(self) -> str:
         return f"PackStore({str(self.blobs)!r}, max_bytes={self.max_bytes})"

@@ -17,6 +17,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.recognise import Recogniser
+from kp_core.pickling import Shared
 
 if TYPE_CHECKING:
     from kp_core.kv import KVTensors
@@ -68,7 +69,7 @@ class PackRef:
 Segment: TypeAlias = str | PackRef
 
 
-class Packs(ABC):
+class Packs(Shared, ABC):
     """A store of packs: the base class of `PackStore`, and of a store of your own.
 
     A store that is only read needs `peek` and `get`; one that packs are put into also `handle`, `put`, `remove` and

@@ -1,0 +1,161 @@
+"""Copies share engines and stores; pickles travel as the call that opens them, or say what to do."""
+# ruff: noqa: S301 - the pickles are our own
+
+import asyncio
+import copy
+import multiprocessing
+import pickle
+
+import numpy as np
+import pytest
+from llama_index.core.schema import TextNode
+
+from kp_core import PackStore, load_engine, pickling
+from kp_core.errors import ModelError, PackError
+from kp_core.facts import ChromaFactStore, Fact, MemoryFactStore
+from kp_core.facts.embed import SentenceTransformerEmbedder
+from kp_core.testing import HashEmbedder, tiny_model, tiny_tokenizer
+from kp_langchain import ChatKnowledgePacks
+from kp_langchain import KnowledgePackRetriever as LangChainRetriever
+from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor
+from kp_llamaindex import KnowledgePackRetriever as LlamaIndexRetriever
+from kp_llamaindex.nodes import to_fact, to_node
+
+TEXT = "The gate of the harbour is green and old, and nobody knows who painted it."
+KINDS = (
+    "session",
+    "packs",
+    "memory",
+    "chroma",
+    "embedder",
+    "chat",
+    "bound",
+    "llm",
+    "found",
+    "wrapped",
+    "nodes",
+    "post",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def parts_of(engine, folder):
+    """One of each that holds `engine` or a store, with what it answers."""
+    store, facts = PackStore(folder / "packs"), MemoryFactStore(HashEmbedder())
+    chroma = ChromaFactStore(folder / "facts", HashEmbedder())
+    for each in (facts, chroma):
+        each.add([Fact(TEXT)])
+    chat = ChatKnowledgePacks(engine=engine, store=store, namespaces="default", max_tokens=3)
+    found = LangChainRetriever(fact_store=chroma, store=store, engine=engine)
+    node = TextNode(text=TEXT)
+    return {
+        "session": (engine, lambda of: of.generate("Hi", max_tokens=3).token_ids),
+        "packs": (store, lambda of: str(of.handle(TEXT, "default"))),
+        "memory": (facts, lambda of: [hit.fact.text for hit in of.search(TEXT, 1)]),
+        "chroma": (chroma, lambda of: [hit.fact.text for hit in of.search(TEXT, 1)]),
+        "embedder": (SentenceTransformerEmbedder("a/b", batch_size=4), repr),
+        "chat": (chat, lambda of: of.invoke("Hi").text),
+        "bound": (chat.bind(max_tokens=2), lambda of: asyncio.run(of.ainvoke("Hi")).text),
+        "llm": (KnowledgePackLLM(engine=engine, max_tokens=3), lambda of: of.complete("Hi").text),
+        "found": (found, lambda of: [document.page_content for document in of.invoke(TEXT)]),
+        "wrapped": (
+            LangChainRetriever.from_retriever(found, store=store, engine=engine),
+            lambda of: [document.page_content for document in of.invoke(TEXT)],
+        ),
+        "nodes": (LlamaIndexRetriever(chroma, store=store, engine=engine), lambda of: of.retrieve(TEXT)[0].text),
+        "post": (
+            KnowledgePackPostprocessor(engine=engine, store=store),
+            lambda of: of.compile([node]),
+        ),
+    }
+
+
+@pytest.fixture(scope="module", params=["folder", "object"])
+def parts(request, folder, tmp_path_factory):
+    loaded = folder if request.param == "folder" else tiny_model("llama")
+    engine = load_engine(loaded, tokenizer=tiny_tokenizer() if loaded != folder else None, dtype="float32")
+    engine.generate("Hi", max_tokens=1)  # What is made on first use is there, too.
+    made = parts_of(engine, tmp_path_factory.mktemp("stores"))
+    yield made
+    made["chroma"][0].close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_share_the_engine_and_the_store(kind, parts):
+    part, ask = parts[kind]
+    expected = ask(part)
+    copies = [copy.copy(part), copy.deepcopy(part), copy.deepcopy({"a": [part]})["a"][0]]
+    if hasattr(part, "model_copy"):
+        copies += [part.model_copy(deep=True), part.model_copy()]
+    for copied in copies:
+        assert ask(copied) == expected
+        assert getattr(copied, "engine", None) is getattr(part, "engine", None)
+        assert getattr(copied, "store", None) is getattr(part, "store", None)
+        assert getattr(copied, "fact_store", None) is getattr(part, "fact_store", None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pickle_travels_as_what_opens_it_or_says_what_to_do(kind, parts, request):
+    part, ask = parts[kind]
+    is_object = "object" in request.node.callspec.id
+    if kind == "memory" or (is_object and kind not in ("packs", "chroma", "embedder")):
+        with pytest.raises((ModelError, TypeError), match="cannot be pickled"):
+            pickle.dumps(part)
+        return
+    sent = pickle.dumps(part)
+    assert len(sent) < 50_000, "no weights"
+    assert ask(pickle.loads(sent)) == ask(part)
+
+
+def test_another_process_opens_each_once(folder, monkeypatch):
+    engine = load_engine(folder, dtype="float32", chunk_tokens=16)
+    sent = pickle.dumps(
+        (ChatKnowledgePacks(engine=engine, max_tokens=3), KnowledgePackLLM(engine=engine, max_tokens=3))
+    )
+    expected = engine.generate("Hi", max_tokens=3).text
+    monkeypatch.setattr(pickling, "_here", {})  # As in a process that has none of them.
+    (chat, llm), (again, _) = pickle.loads(sent), pickle.loads(sent)
+    assert chat.engine is llm.engine is again.engine is not engine
+    assert chat.engine.engine.pass_tokens == 16
+    assert chat.invoke("Hi").text == llm.complete("Hi").text == expected
+    assert pickle.loads(pickle.dumps(chat.engine)) is chat.engine
+
+
+@pytest.mark.slow
+def test_a_spawned_process_answers_from_a_pickle(folder, tmp_path):
+    engine = load_engine(folder, dtype="float32")
+    chat = ChatKnowledgePacks(engine=engine, store=PackStore(tmp_path), namespaces="default", max_tokens=3)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(chat.invoke, ("Hi",)).text == chat.invoke("Hi").text
+
+
+def test_a_secret_is_not_pickled(tmp_path, monkeypatch):
+    store = PackStore(tmp_path, secret="ab" * 32)
+    with pytest.raises(PackError, match="KP_SECRET"):
+        pickle.dumps(store)
+    assert copy.deepcopy(store) is store
+    bounded = pickle.dumps(PackStore(tmp_path / "other", max_bytes=10**6, keep_seconds=9))
+    monkeypatch.setattr(pickling, "_here", {})
+    assert (pickle.loads(bounded).max_bytes, pickle.loads(bounded).keep_seconds) == (10**6, 9)
+
+
+NUMBERS = [np.float32(0.5), np.float64(0.5), np.int64(3), np.uint8(3), np.bool_(1), np.float16(2), np.array([1, 2])]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: type(number).__name__)
+@pytest.mark.parametrize(
+    "inside", [lambda x: x, lambda x: [x, "a"], lambda x: {"b": x}], ids=["plain", "list", "mapping"]
+)
+def test_numbers_of_numpy_are_metadata_as_those_of_python(number, inside):
+    plain = inside(number.tolist())
+    node = TextNode(text=TEXT, metadata={"score": inside(number)})
+    fact = to_fact(node)
+    assert fact.metadata.get("score") == to_fact(TextNode(text=TEXT, metadata={"score": plain})).metadata.get("score")
+    assert to_node(fact).metadata["score"] == plain
