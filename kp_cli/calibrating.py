@@ -52,14 +52,14 @@ def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
     calibration = calibrate_composers(
         session, asked, composers.split(), view=store.view("default"), minutes=minutes, progress=not as_json
     )
-    if out is not None:
-        out.write_text(calibration.to_json(), encoding="utf-8")
     chosen = {}
     for packs, tokens in calibration.sizes.items():
         composer, reason = session.calibrations.chosen(calibration, packs, tokens)
         chosen[packs] = f"{composer.key}, because {reason}"
     lines = [calibration.table(), *(f"auto, up to {packs} packs: {sentence}." for packs, sentence in chosen.items())]
     tell({**asdict(calibration), "auto": chosen}, "\n".join(lines), as_json=as_json)
+    if out is not None:  # Last, so that the result is shown if this fails.
+        out.write_text(calibration.to_json(), encoding="utf-8")
 
 
 def _questions(path: Path, facts: FactStore, k: int) -> list[CalibrationQuestion]:

@@ -89,8 +89,8 @@ def memory_server(facts: FactStore, delivery: Callable[[], Delivery], namespace:
     @tool_errors()
     def search(question: str, k: int = 4) -> Any:  # noqa: ANN401 - MCP reads these types, and knows no local ones
         """Search the memory for what is known about a question."""
-        first_fact = next(iter(facts.facts(namespace=namespace)), None)
-        return result([] if first_fact is None else delivery().search(question, min(k, _MOST)))
+        is_empty = namespace not in facts.namespaces()  # Then no model is loaded.
+        return result([] if is_empty else delivery().search(question, min(k, _MOST)))
 
     @server.tool(annotations=ToolAnnotations(destructive_hint=False, idempotent_hint=True), structured_output=False)
     @tool_errors()

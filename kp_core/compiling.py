@@ -6,14 +6,15 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
-from kp_core.errors import FactError, PromptError, ShortTextError
+from kp_core.errors import FactError, PackNotFoundError, PromptError, ShortTextError
 from kp_core.events import log_event
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
 from kp_core.facts.base import content_id
@@ -46,6 +47,7 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     lazy: bool = False,
     compress: Compression = "none",
     accept: bool = False,
+    is_current: Callable[[Fact], bool] = lambda _fact: True,
     progress: bool = True,
 ) -> list[Handle | None]:
     """Compile `facts` into `store` for the position `compiled_for`; returns the handles of their packs.
@@ -53,8 +55,9 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     A fact without a namespace goes to `namespace`. Each pack is stored as soon as it is compiled, and packs already
     stored for this model and position are skipped. `lazy` packs are computed on first use. With `compress="int8"` or
     `accept`, packs that this model made in other numerics count as stored, too. A text too short to have a token of its
-    own, or too long for the model, has no pack: its handle is `None`, and a warning names it. Raises `PackError` for an
-    unknown `compress`.
+    own, or too long for the model, has no pack: its handle is `None`, and a warning names it. A fact for which
+    `is_current` is false when its pack is written, because it was deleted meanwhile, has none either. Raises
+    `PackError` for an unknown `compress`.
     """
     check_compression(compress)
     facts = [fact.moved(namespace) for fact in facts]
@@ -87,7 +90,15 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
         )
         sizes = list[int]()
         for pack in built:
-            results[space, pack.text] = store.put(pack)
+            if not is_current(units[pack.text]):
+                continue
+            handle = store.put(pack)
+            # Who deletes a fact deletes its pack afterwards: a fact that is here now loses a pack that is stored.
+            if not is_current(units[pack.text]):
+                with suppress(PackNotFoundError):
+                    store.remove(handle)
+                continue
+            results[space, pack.text] = handle
             sizes.append(len(pack.token_ids))
         log_event(logger, "packs compiled", packs=len(sizes), tokens=sum(sizes), lazy=is_lazy)
     return [results.get((fact.namespace, fact.text)) for fact in facts]

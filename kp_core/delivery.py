@@ -238,12 +238,15 @@ class Delivery:
         elif self.precompile == "idle":
             handles = self._compiled_when_idle(units, self.engine)
         else:
-            handles = self.compile(units, progress=False)
+            handles = self._compile_current(units)
         log_event(logger, "packs found", units=len(units), packs=sum(handle is not None for handle in handles))
         return [Found(hit, unit, handle) for hit, unit, handle in zip(hits, units, handles, strict=True)]
 
     def compile(self, units: Iterable[Fact], *, progress: bool = True) -> list[Handle | None]:
         """Run `compile_facts` with the settings of this object."""
+        return self._compile(units, progress=progress)
+
+    def _compile(self, units: Iterable[Fact], **options: Any) -> list[Handle | None]:  # noqa: ANN401
         return compile_facts(
             *(units, self._compiler, self.store),
             unit=self.unit,
@@ -251,8 +254,22 @@ class Delivery:
             lazy=self.kv == "lazy",
             compress=self.compress,
             accept=self.accept,
-            progress=progress,
+            **options,
         )
+
+    def _compile_current(self, units: Sequence[Fact]) -> list[Handle | None]:
+        """Compile `units` that were found, except those whose facts are deleted before their packs are stored."""
+        return self._compile(units, is_current=self._is_current, progress=False)
+
+    def _is_current(self, unit: Fact) -> bool:
+        """Whether the fact store still has each text of `unit`; without a fact store, always."""
+        if self._facts is None:
+            return True
+        if members := str(unit.metadata.get("facts", "")).split() if self.unit != "fact" else []:
+            texts = {fact.id: fact.text for fact in self._facts.facts(ids=members, namespace=unit.namespace)}
+            return "\n".join(texts.get(member, "") for member in members) == unit.text
+        same = self._facts.facts(where={"kp:digest": unit.digest}, namespace=unit.namespace)
+        return any(fact.text == unit.text for fact in same)
 
     def refuse_unreadable(self, facts: Iterable[Fact]) -> None:
         """Raise `PackError` for a text longer than half of the model's context: requests that find it would fail."""
@@ -334,7 +351,8 @@ class Delivery:
                     began = time.monotonic()
                     time.sleep(_QUIET_S)
                     yield None  # While a request is answered, this takes as long.
-                yield self.compile([unit], progress=False)
+                if self._is_current(unit):
+                    yield self._compile_current([unit])
 
         if missing:
             with suppress(BusyError):  # The next search finds them again.

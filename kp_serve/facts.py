@@ -9,6 +9,7 @@ from typing import Any
 
 from kp_core.compiling import provenance_of
 from kp_core.delivery import Delivery
+from kp_core.errors import FactError
 from kp_core.facts import Fact, FactStore, Hit
 from kp_serve.access import Access
 from kp_serve.desk import Desk, refuse_unknown
@@ -93,9 +94,11 @@ def _search(desk: Desk, store: FactStore, access: Access, body: dict[str, Any]) 
     names = [name for name in access.namespaces if name in (requested if isinstance(requested, list) else [requested])]
     hits = list[Hit]()
     for name in set(names) & set(store.namespaces()):
-        # Facts may be deleted or expire meanwhile, and a search without facts raises.
-        if next(iter(store.facts(namespace=name)), None) is not None:
+        try:
             hits += store.search(question, k, where=filters, namespace=name)
+        except FactError:
+            if store.namespaces():  # Otherwise the last facts were deleted meanwhile.
+                raise
     best = sorted(hits, key=lambda hit: (-hit.score, hit.fact.namespace, hit.fact.id))[:k]
     return {"object": "list", "data": [{**_about(desk, hit.fact), "score": hit.score} for hit in best]}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import random
 import re
 import statistics
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kp_core.compose import AutoComposer, Composer, ExactComposer, PacketComposer, SelectComposer, composer_of
-from kp_core.errors import KnowledgePackError, OptionError
+from kp_core.errors import KnowledgePackError, OptionError, PackError
 from kp_core.packs.pack import common_length
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackView
@@ -221,11 +222,27 @@ class Calibrations:
                 self._known[str(blobs)] = stored or self._shipped()
             return self._known[str(blobs)]
 
+    def check_writable(self, view: PackView | None) -> None:
+        """Raise `PackError` if no calibration can be stored beside the packs of `view`."""
+        blobs, trial = None if view is None else view.source.blobs, f"{self._key}.{os.urandom(8).hex()}"
+        if blobs is not None:
+            try:
+                blobs.write(trial, [b"{}"])
+                blobs.delete(trial)
+            except OSError as error:
+                raise PackError(
+                    f"Got a store that cannot be written ({error}); the calibration is stored beside its packs. Give "
+                    "one that can, or call `calibrate_composers` without `view`: it returns the calibration."
+                ) from error
+
     def keep(self, calibration: Calibration, view: PackView | None) -> None:
-        """Use `calibration` for requests with `view` from now on, and store it beside the packs."""
+        """Use `calibration` for requests with `view` from now on, and store it beside the packs if that is possible."""
         blobs = None if view is None else view.source.blobs
         if blobs is not None:
-            blobs.write(self._key, [calibration.to_json().encode()])
+            try:
+                blobs.write(self._key, [calibration.to_json().encode()])
+            except OSError as error:  # It took minutes: the caller gets it anyway.
+                logger.warning("The calibration is used by this process, but could not be stored: %s", error)
         with self._lock:
             self._known[str(blobs)] = calibration
 
@@ -342,13 +359,15 @@ def calibrate_composers(  # noqa: PLR0913
     the chat template. Questions are taken in a mixed order until `minutes` are over, but at least 20. With
     `view=store.view(...)`, the result is stored beside the packs, and `composer="auto"` chooses by it from then on. The
     engine's memory is emptied; packs of the questions are not stored. Raises `OptionError` for fewer than 20 questions
-    with at least two passages, and for composers that are not known or exact.
+    with at least two passages, and for composers that are not known or exact; `PackError`, before anything is
+    measured, if the store of `view` cannot be written.
     """
     wanted = enough_of(questions)
     random.Random(0).shuffle(wanted)  # noqa: S311 - so that a time limit cuts no kind off
     resolved = {_named(name): composer_of(name) for name in composers}
     if not resolved or any(composer.exact for composer in resolved.values()):
         raise OptionError(f"Got the composers {list(composers)}; expected some that are measured, not exact or auto.")
+    session.calibrations.check_writable(view)  # Before minutes are spent.
     records: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     done = 0
     with tempfile.TemporaryDirectory() as folder, bar_of("Questions", len(wanted), "question", shown=progress) as bar:

@@ -446,7 +446,7 @@ class Session(Shared):
         """Compile recognised packs for their positions, in the background, for the next request."""
         if request.view is None or "kv" not in self.engine.supports:
             return
-        put = request.view.source.put
+        put = request.view.source.put_again  # Its text may be removed before the engine is idle.
 
         def stored(pack: KnowledgePack, wanted: Plan) -> Iterator[None]:
             for kv in self.engine.kv([wanted]):
@@ -512,7 +512,7 @@ class IdleQueue:
     """
 
     def __init__(self) -> None:
-        self._closed, self._requests = False, 0
+        self._closed, self._requests, self._is_registered = False, 0, False
         self._jobs: deque[tuple[Job, Future[None]]] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -529,8 +529,10 @@ class IdleQueue:
                 raise BusyError(f"The engine takes no more background work: {reason}.")
             self._jobs.append((job, future))
             if self._thread is None:
-                # The interpreter must not exit while a thread is inside torch.
-                atexit.register(self.close)
+                if not self._is_registered:
+                    # The interpreter must not exit while a thread is inside torch. Unregistering frees no slot.
+                    atexit.register(self.close)
+                    self._is_registered = True
                 self._thread = threading.Thread(target=self._work, name="kp-idle", daemon=True)
                 self._thread.start()
         return future

@@ -158,7 +158,32 @@ class PackStore(Packs):
         `QuotaError` if `max_bytes` leaves no room, `PackError` for what the format cannot hold and if a later release
         wrote the file; the store is then unchanged.
         """
-        handle, encoded = self.handle(pack.text, pack.namespace), encode_pack(pack)
+        handle = self.handle(pack.text, pack.namespace)
+        slot, done, entered = self._write_entry(handle, pack)
+        # Write the text after the pack, because a text without a pack counts as a damaged pack.
+        if self._write_text(handle, pack.text):
+            entered = True
+            if self.blobs.stat(_entry_key(handle)) is None:  # Another process removed the pack in between.
+                self.blobs.delete(_text_key(handle))
+        self._note_entry(handle, slot, done=done, entered=entered)
+        return handle
+
+    def put_again(self, pack: KnowledgePack) -> bool:
+        """As `put` if the text is stored; `False`, and stores nothing, if it is removed before or meanwhile."""
+        handle = self.handle(pack.text, pack.namespace)
+        if self.blobs.stat(_text_key(handle)) is None:
+            return False
+        slot, done, entered = self._write_entry(handle, pack)
+        if self.blobs.stat(_text_key(handle)) is None:  # `remove` deletes the text first.
+            if done:
+                self.blobs.delete(_entry_key(handle, slot))
+            return False
+        self._note_entry(handle, slot, done=done, entered=entered)
+        return True
+
+    def _write_entry(self, handle: Handle, pack: KnowledgePack) -> tuple[str, bool, bool]:
+        """Write the entry of `pack`, but no text; returns its slot, whether it was written, and whether it is new."""
+        encoded = encode_pack(pack)
         slot, done, absent = "", False, False
         while not done:
             slot, stored, absent = self._place(handle, pack)
@@ -172,18 +197,14 @@ class PackStore(Packs):
             if done and slot and self.blobs.stat(_entry_key(handle)) is None:  # Removed meanwhile: now the first.
                 self.blobs.delete(_entry_key(handle, slot))
                 done = False
-        # Write the text after the pack, because a text without a pack counts as a damaged pack.
-        entered = done and absent
-        if self._write_text(handle, pack.text):
-            entered = True
-            if self.blobs.stat(_entry_key(handle)) is None:  # Another process removed the pack in between.
-                self.blobs.delete(_text_key(handle))
+        return slot, done, done and absent
+
+    def _note_entry(self, handle: Handle, slot: str, *, done: bool, entered: bool) -> None:
         if entered:
             self.note_change()
         self._uses.note(f"{handle}{slot}")
         if done and not self.blobs.is_far:
             self.look(handle, slot)  # Its header is parsed and cached now, not while a question waits.
-        return handle
 
     def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack | None:
         """Return the pack without its KV, with `stored_bytes`; `None` if there is none. Raises as `get`.

@@ -99,6 +99,13 @@ class Packs(Shared, ABC):
         """Store the pack, replacing the pack of the same text; returns its handle."""
         raise self._is_only_read()
 
+    def put_again(self, pack: KnowledgePack) -> bool:
+        """Store `pack` as a further entry of a text that is stored; `False` if the text was removed meanwhile."""
+        if self.peek(self.handle(pack.text, pack.namespace)) is None:
+            return False
+        self.put(pack)
+        return True
+
     @abstractmethod
     def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack | None:
         """Return the pack without its KV, or `None` if there is none; cheap, called at every turn.

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import chromadb
 import pytest
 
-from kp_core import Fact, Hit, MemoryFactStore, Message, PackStore, load_engine
+from kp_core import (
+    ChromaFactStore,
+    Fact,
+    FactStore,
+    Handle,
+    Hit,
+    KnowledgePack,
+    MemoryFactStore,
+    Message,
+    PackStore,
+    load_engine,
+)
 from kp_core.compiling import compile_facts, open_facts
-from kp_core.delivery import Delivery
+from kp_core.delivery import Delivery, Unit
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, HandleError, OptionError, PackError, TemplateError
 from kp_core.events import subscribe
@@ -254,6 +267,70 @@ def test_packs_are_made_in_the_background_where_that_is_asked_for(facts: MemoryF
     assert [each.handle for each in made.search("Part 2 of a.md.", 2)] == [None, None]
     until(lambda: len(made.store) == 2)  # type: ignore[arg-type]
     assert all(each.handle for each in made.search("Part 2 of a.md.", 2))
+    engine.close()
+
+
+GONE: dict[str, Callable[[Delivery, Fact, FactStore], object]] = {
+    "deleted by delivery": lambda made, fact, _: made.delete([fact.id]),
+    "deleted by source": lambda made, fact, _: made.delete(source=fact.source),
+    "deleted from the facts": lambda made, fact, _: made.facts.delete([fact.id], namespace=fact.namespace),
+    "deleted by another store": lambda _, fact, other: other.delete([fact.id], namespace=fact.namespace),
+    "emptied": lambda made, *_: made.delete(where={"kp:source": {"$ne": "none"}}),
+    "updated": lambda made, fact, _: made.facts.update(replace(fact, text="Another text.")),
+    "added over": lambda made, fact, _: made.facts.add([replace(fact, text="Another text.")], overwrite=True),
+    "edited": lambda made, fact, _: made.edit(fact.id, "SECRET", "nothing", how="rebuild"),
+    "expired": lambda made, fact, _: made.facts.update(replace(fact, expires=1.0)),
+}
+
+
+def _holding(folder: Path, text: str) -> list[str]:
+    return [file.name for file in folder.rglob("*") if file.is_file() and text.encode() in file.read_bytes()]
+
+
+@pytest.mark.parametrize("unit", ["fact", "document", "bank"])
+@pytest.mark.parametrize("gone", GONE)
+def test_a_fact_that_is_gone_when_its_turn_comes_is_not_compiled(tmp_path: Path, gone: str, unit: Unit) -> None:
+    facts, other = (ChromaFactStore(tmp_path / "facts", HashEmbedder()) for _ in range(2))
+    # Others of its bank and source have packs of their own.
+    facts.add([fact := Fact("Orla keeps the SECRET lamp.", id="f", source="a.md"), Fact("The sea.", source="a.md")])
+    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    made = Delivery(facts, engine, PackStore(tmp_path / "packs"), precompile="idle", namespace="default", unit=unit)
+    go = threading.Event()
+    engine.when_idle(lambda: go.wait(60) and None)
+    assert made.search("Who keeps the lamp?", 1)[0].handle is None
+    if gone == "edited" and unit == "fact":
+        made.facts.update(replace(fact, text="Orla keeps the nothing lamp."))
+    else:
+        GONE[gone](made, fact, other)
+    go.set()
+    engine.when_idle(lambda: None).result(60)
+    engine.close()
+    assert _holding(tmp_path / "packs", "SECRET") == []
+
+
+def test_a_fact_deleted_while_its_pack_is_written_leaves_nothing(tmp_path: Path) -> None:
+    facts = MemoryFactStore(HashEmbedder())
+    facts.add([Fact("Orla keeps the SECRET lamp.", id="f")])
+
+    class Slow(PackStore):
+        def put(self, pack: KnowledgePack) -> Handle:
+            facts.delete(["f"], namespace="default")
+            return super().put(pack)
+
+    [found] = Delivery(facts, tiny_engine(), Slow(tmp_path)).search("Who keeps the lamp?", 1)
+    assert found.handle is None
+    assert _holding(tmp_path, "SECRET") == []
+
+
+def test_a_fact_that_waits_and_stays_is_compiled(tmp_path: Path) -> None:
+    facts = MemoryFactStore(HashEmbedder())
+    facts.add([Fact("Orla keeps the lamp.", id="f", source="a.md"), Fact("The sea.", source="a.md")])
+    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    for unit in ("fact", "document", "bank"):
+        made = Delivery(facts, engine, PackStore(tmp_path / unit), precompile="idle", unit=unit)
+        made.search("Who keeps the lamp?", 1)
+        engine.when_idle(lambda: None).result(60)
+        assert made.search("Who keeps the lamp?", 1)[0].handle is not None
     engine.close()
 
 

@@ -11,7 +11,8 @@ from kp_core import AutoComposer, Calibration, CalibrationQuestion, PackStore, c
 from kp_core.compose import composer_of
 from kp_core.engines.arranging import Selector
 from kp_core.engines.calibration import CalibrationRow, Calibrations, contains
-from kp_core.errors import OptionError
+from kp_core.errors import OptionError, PackError
+from kp_core.packs.blobs import FolderBlobs
 from tests.conftest import tiny_engine
 
 TEXTS = ["The first island is green and flat. " * 5, "The second island is blue. " * 5, "The third one is red. " * 5]
@@ -40,6 +41,31 @@ def calibrated(engine, view, *rows):
     calibration = Calibration(engine.fingerprint.identity, rows)
     engine.calibrations.keep(calibration, view)
     return calibration
+
+
+class Full(FolderBlobs):
+    """A disk that is full, or a folder that is only read."""
+
+    refuses = True
+
+    def write(self, key, *args, **options):
+        if self.refuses and key.startswith("composers/"):
+            raise OSError(28, "No space left on device")
+        return super().write(key, *args, **options)
+
+
+def test_a_store_that_cannot_be_written_is_refused_before_minutes_are_spent(tmp_path):
+    engine, view = tiny_engine(), PackStore(Full(tmp_path)).view("isles")
+    with pytest.raises(PackError, match=r"cannot be written .*No space left"):
+        calibrate_composers(engine, QUESTIONS, ["splice"], view=view, progress=False)
+
+
+def test_a_calibration_that_cannot_be_stored_in_the_end_is_used_and_returned(isles, tmp_path, caplog):
+    engine, _, _ = isles
+    view = PackStore(Full(tmp_path)).view("isles")
+    calibration = calibrated(engine, view, GOOD)
+    assert engine.calibrations.of(view) == calibration
+    assert "could not be stored" in caplog.text
 
 
 def test_auto_takes_what_the_calibration_says(isles):

@@ -1,5 +1,6 @@
 """Sessions on engines of any kind, plans, and background work."""
 
+import atexit
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from kp_core.plan import Sampling
 from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.template import ChatTemplate
 from kp_core.testing import tiny_model, tiny_tokenizer
-from tests.conftest import tiny_engine
+from tests.conftest import tiny_engine, until
 
 
 class Parrot:
@@ -282,6 +283,16 @@ def test_background_work_is_bounded_ends_with_the_session_and_reports_errors():
     assert any(job.cancelled() for job in waiting)
     with pytest.raises(BusyError, match="it was closed"):
         session.when_idle(lambda: None)
+
+
+def test_background_threads_share_one_exit_handler():
+    session = Session(Parrot())
+    before = atexit._ncallbacks()
+    for _ in range(20):
+        session.when_idle(lambda: None).result(10)
+        until(lambda: session._idle._thread is None)
+    assert atexit._ncallbacks() <= before + 1
+    session.close()
 
 
 def test_work_that_was_cut_short_is_not_called_done():

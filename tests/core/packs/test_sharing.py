@@ -163,3 +163,24 @@ def test_what_is_put_while_its_damage_is_repaired_is_not_lost(tmp_path):
         assert found.token_ids == ONE.token_ids
         lost += found.is_lazy
     assert lost <= 1  # Between the last look and the write; KV is computed anew.
+
+
+def test_a_pack_that_is_removed_stays_removed_when_kv_of_it_is_put_again(tmp_path):
+    """KV computed in the background: its pack is removed before, at, or after each step of the write."""
+    step, steps = 0, 99
+    while step <= steps:
+        blobs = Watched(tmp_path / str(step))
+        store, other = PackStore(blobs), PackStore(tmp_path / str(step))
+        handle = store.put(make_pack().without_kv())
+        begun = len(blobs.done)
+
+        def before(number, at=begun + step, other=other, handle=handle):
+            if number == at:
+                other.remove(handle)
+
+        blobs.before = before
+        stored = store.put_again(make_pack())
+        steps = len(blobs.done) - begun
+        assert handle not in PackStore(store.path) or (step >= steps and stored)
+        step += 1
+    assert steps > 3
