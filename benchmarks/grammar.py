@@ -1,9 +1,10 @@
 """Do forced tool calls and structured answers always parse, and what does the grammar cost per token?
 
-Random JSON Schemas (nesting, enums, unions, arrays, optional properties, unicode names, bounds, patterns) are given to
-the model in turn as the parameters of a forced tool and as the schema of an answer, with room for few tokens, so that
-many answers must be brought to an end early. What comes back must validate against the schema. Overhead: the same
-answer is decoded once under the grammar and once without it, as often as `--repeats`.
+Random JSON Schemas (nesting, enums, unions, arrays, optional properties, unicode names, bounds, steps, patterns,
+formats, references) are given to the model in turn as the parameters of a forced tool and as the schema of an answer,
+with room for few tokens, so that many answers must be brought to an end early. What comes back must validate against
+the schema; a schema that is refused must be refused with its place. Overhead: the same answer is decoded once under the
+grammar and once without it, as often as `--repeats`.
 """
 
 from __future__ import annotations
@@ -14,19 +15,25 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from decimal import Decimal, localcontext
 from typing import Any
+from urllib.parse import quote
 
 import jsonschema
 from rich.progress import track
 
 from benchmarks import common
 from kp_core import Session
-from kp_core.errors import SamplingError
+from kp_core.errors import SamplingError, ToolError
 
 __all__ = ["main", "random_schema", "run", "valid_answer"]
 
 _NAMES = ("city", "größe", "日本", "naïve", "count", "a b", "emoji😀", "kind", "数", "tags", '"quoted"', "back\\slash")
 _DEEPEST = 3
+_NUMBERS = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
+    "number", lambda _, value: isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+)
+_VALIDATOR = jsonschema.validators.extend(jsonschema.Draft202012Validator, type_checker=_NUMBERS)
 _ESSAY = {
     "type": "object",
     "properties": {
@@ -40,18 +47,58 @@ _ESSAY = {
 def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     """The schema of a random object."""
     names = rng.sample(_NAMES, rng.randint(1, 4))
-    return {
+    schema: dict[str, Any] = {
         "type": "object",
         "properties": {name: _random_value(rng, depth + 1) for name in names},
         "required": [name for name in names if rng.random() < 0.7],
     }
+    if depth == 0:
+        _add_references(rng, schema)
+    return schema
+
+
+def _add_references(rng: random.Random, schema: dict[str, Any]) -> None:
+    """Add properties that refer to the schema itself, to another property or to definitions in several places."""
+    place = next(iter(schema["properties"])).replace("~", "~0").replace("/", "~1")
+    definition = _random_value(rng, _DEEPEST)
+    kinds: list[tuple[dict[str, Any], bool]] = [
+        ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, True),
+        ({"type": "array", "items": {"$ref": "#"}, "maxItems": 2}, True),
+        ({"$ref": f"#/properties/{quote(place)}"}, True),
+        ({"$ref": "#/$defs/part"}, True),
+        ({"$ref": "#/properties/link/$defs/part", "$defs": {"part": definition}}, True),
+        ({"$ref": "#"}, False),
+    ]
+    if rng.random() < 0.5:
+        link, may_be_required = rng.choice(kinds)
+        schema["$defs"] = {"part": definition}
+        schema["properties"]["link"] = link
+        if may_be_required and rng.random() < 0.7:
+            schema["required"].append("link")
+
+
+def _random_number(rng: random.Random) -> dict[str, Any]:
+    """A number or integer with bounds and a step; now and then nothing satisfies all of them."""
+    kind = rng.choice(["number", "integer"])
+    low = rng.choice([-90, -1, 0, 1, 3, 150, 10**12] if kind == "integer" else [-90, -1, -0.25, 0, 0.5, 1e-4, 150])
+    span = rng.choice([1, 40, 180, 10**6] if kind == "integer" else [0.25, 1, 40, 180])
+    step = rng.choice([2, 5, 7, 12, 100, 256, 997, 3600] if kind == "integer" else [0.5, 0.25, 0.1, 0.01, 3])
+    schema: dict[str, Any] = {"type": kind}
+    if rng.random() < 0.7:
+        schema[rng.choice(["minimum", "exclusiveMinimum"])] = low
+    if rng.random() < 0.5:
+        schema[rng.choice(["maximum", "exclusiveMaximum"])] = low + span
+    if rng.random() < 0.4:
+        schema["multipleOf"] = step
+    return schema
 
 
 def _random_value(rng: random.Random, depth: int) -> dict[str, Any]:
     plain: list[dict[str, Any]] = [
         {"type": "string", **rng.choice([{}, {"minLength": 2}, {"maxLength": 5}, {"pattern": "^[a-z]{2,4}$"}])},
-        {"type": "string", "format": rng.choice(["date", "uuid", "email"])},
-        {"type": "integer", **rng.choice([{}, {"minimum": 3, "maximum": 40}])},
+        {"type": "string", "format": rng.choice(["date", "uuid", "email", "path", "password", "binary"])},
+        _random_number(rng),
+        _random_number(rng),
         {"type": rng.choice(["number", "boolean", "null"])},
         {"enum": [*rng.sample(_NAMES, 3), 1]},
         {"const": rng.choice([*_NAMES, 7, None, True])},
@@ -68,14 +115,19 @@ def _random_value(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def valid_answer(engine: Session, schema: dict[str, Any], *, forced_call: bool, room: int) -> Any:  # noqa: ANN401
-    """What the model answers; raises when it does not parse or does not validate."""
+    """What the model answers; raises when it does not parse or does not validate.
+
+    Numbers are compared as decimals: 0.3 is no multiple of 0.1 in binary.
+    """
     if forced_call:
         tool = {"name": "record", "description": "Records an example.", "parameters": schema}
         answer = engine.generate("Record an example.", tools=[tool], tool_choice="any", max_tokens=room)
         value: Any = dict(answer.tool_calls[0].arguments)
     else:
         value = json.loads(engine.generate("Give an example.", response_schema=schema, max_tokens=room).text)
-    jsonschema.validate(value, schema)
+    exact, exact_schema = (json.loads(json.dumps(each), parse_float=Decimal) for each in (value, schema))
+    with localcontext(prec=1000):
+        _VALIDATOR(exact_schema).validate(exact)
     return value
 
 
@@ -99,7 +151,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures, as the JSON file holds them."""
     engine = common.load_engine(arguments)
     rng = random.Random(arguments.seed)  # noqa: S311 - test data is not cryptography
-    failures, too_long = [], 0
+    failures, refused, too_long = [], 0, 0
     for number in track(range(arguments.limit), "Random schemas"):
         schema = random_schema(rng)
         try:
@@ -108,6 +160,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             except SamplingError:
                 too_long += 1
                 valid_answer(engine, schema, forced_call=number % 2 == 0, room=8 * arguments.tokens)
+        except ToolError as error:
+            refused += 1
+            if " at #" not in str(error):
+                failures.append({"schema": schema, "error": str(error)})
         except (ValueError, LookupError, jsonschema.ValidationError) as error:
             failures.append({"schema": schema, "error": str(error)})
     constrained, free = overhead(engine, arguments.repeats)
@@ -116,6 +172,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "dtype": arguments.dtype,
         "failed": len(failures),
         "failures": failures,
+        "refused": refused,
         "given_more_room": too_long,
         "seconds_per_token": {"grammar": constrained, "free": free},
         "overhead": constrained / free - 1,
@@ -137,6 +194,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         ("", "value"),
         [
             ("answers that did not parse or validate", figures["failed"]),
+            ("schemas that were refused, with the place", figures["refused"]),
             ("schemas that need more room, and got it", figures["given_more_room"]),
             ("ms per token, with grammar", f"{1000 * seconds['grammar']:.1f}"),
             ("ms per token, without", f"{1000 * seconds['free']:.1f}"),

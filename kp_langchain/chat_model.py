@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
+from inspect import isfunction
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -17,7 +20,7 @@ from langchain_core.output_parsers.base import BaseOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
-from langchain_core.tools import BaseTool
+from langchain_core.tools import BaseTool, create_schema_from_function
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel
@@ -35,6 +38,7 @@ _OF_LANGCHAIN = ("model", "response_format", "ls_structured_output_format", "str
 """Options of a call that only LangChain knows. The last four have no effect here: LangChain binds them for its own
 records, or for the protocols of other providers.
 """
+_DEFINITION = re.compile(r'"#/\$defs/([^"]+)"')
 
 
 class ChatKnowledgePacks(ModelSettings, BaseChatModel):
@@ -105,7 +109,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         """Number of tokens that `messages` and `tools` send, without packs, as in `usage_metadata.input_tokens`."""
         if not messages:  # `trim_messages` asks for this.
             return 0
-        shape, options = AnswerShape.of(convert_to_openai_tool(tool) for tool in tools or ()), self._defaults()
+        shape, options = AnswerShape.of(_offer(tool) for tool in tools or ()), self._defaults()
         render = partial(self._engine().template.render, placement=options.placement, compact=options.compact)
         prompt = render(to_messages(messages), view=self._view(), shape=shape)
         return len(prompt) - prompt.pack_tokens
@@ -136,7 +140,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         `tool_choice` is `"auto"` (default), `"any"`, `"required"` or `True` (a tool must be called), `"none"`, or the
         name of a tool; raises `ToolError` for others. `parallel_tool_calls` is by default only on with `"auto"`.
         """
-        offered = [convert_to_openai_tool(tool) for tool in tools]
+        offered = [_offer(tool) for tool in tools]
         choice = core_choice(tool_choice)
         if offered or choice not in ("auto", "none"):
             # Two tools of one name are refused only when they are sent, as one may still be dropped.
@@ -160,7 +164,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         enforced, whatever `strict`. `include_raw` returns `{"raw", "parsed", "parsing_error"}`. Raises `ToolError` for
         other methods.
         """
-        tool = convert_to_openai_tool(schema)
+        tool = _offer(schema)
         name, model_class = tool["function"]["name"], cast("type[BaseModel]", schema)
         is_model = isinstance(schema, type) and is_basemodel_subclass(schema)
         options["ls_structured_output_format"] = {"kwargs": {"method": method}, "schema": tool}
@@ -264,9 +268,34 @@ def response_schema(response_format: Any) -> Mapping[str, Any] | bool:
                 return schema
     try:
         # `strict` is OpenAI's switch; every schema is strict here.
-        return {key: value for key, value in convert_to_json_schema(response_format).items() if key != "strict"}
+        schema = {key: value for key, value in convert_to_json_schema(response_format).items() if key != "strict"}
+        return {**schema, **_recursive(response_format)}
     except (TypeError, ValueError) as error:
         raise ToolError(
             f"Got response_format={response_format!r}; expected a Pydantic class, a TypedDict, a JSON Schema with a "
             "'title', or OpenAI's {'type': 'json_schema', 'json_schema': {'schema': ...}}."
         ) from error
+
+
+def _offer(tool: Any) -> dict[str, Any]:
+    """The form in which `tool` is offered: that of LangChain, but a class that holds itself keeps its schema."""
+    offered = convert_to_openai_tool(tool)
+    schema = create_schema_from_function("f", tool) if isfunction(tool) else getattr(tool, "tool_call_schema", tool)
+    if parameters := _recursive(schema):
+        offered["function"]["parameters"] = parameters
+    return offered
+
+
+def _recursive(schema: Any) -> dict[str, Any]:
+    """The JSON Schema of a Pydantic class that holds itself, where LangChain writes `{}`; empty for all others."""
+    if not (isinstance(schema, type) and issubclass(schema, BaseModel)):
+        return {}
+    full = schema.model_json_schema()
+    definitions = full.get("$defs", {})
+    reached = {name: set(_DEFINITION.findall(json.dumps(each))) for name, each in definitions.items()}
+    for _ in reached:
+        reached = {name: held.union(*(reached.get(each, ()) for each in held)) for name, held in reached.items()}
+    if not any(name in held for name, held in reached.items()):
+        return {}
+    root = definitions.get(full.pop("$ref", "").removeprefix("#/$defs/"), {})
+    return {key: value for key, value in {**root, **full}.items() if key not in ("title", "description")}

@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 from kp_core.errors import ToolError
 from kp_core.tools.base import Tool, ToolChoice
 from kp_core.tools.formats import THINK, Thought, ToolFormat
 
-__all__ = ["AnswerShape"]
+__all__ = ["AnswerShape", "refused_part"]
 
 _DEEPEST = 100
 """Maximum nesting of a schema."""
@@ -142,47 +143,132 @@ class AnswerShape:
 def _call(tool: Tool, form: ToolFormat, token: Callable[[str], int | None]) -> str:
     if form.separator is not None:
         return f"{json.dumps(tool.name)} {_literals(form.separator, form, token)} {_json_rule(tool.parameters)}"
-    # References inside the schema are relative to its root, so the definitions move to the root of the call.
-    parameters = {key: value for key, value in tool.parameters.items() if key not in ("$defs", "definitions")}
-    definitions = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    return _json_rule(
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, form.arguments_key: parameters},
-            "required": ["name", form.arguments_key],
-            "additionalProperties": False,
-            **definitions,
-        }
-    )
+    call = {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, form.arguments_key: tool.parameters},
+        "required": ["name", form.arguments_key],
+    }
+    # References in the parameters are relative to the parameters.
+    return _json_rule(call, f"#/properties/{form.arguments_key}")
 
 
-def _json_rule(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**_closed(schema), **_SPACING}, ensure_ascii=False)}"
+def _json_rule(schema: Mapping[str, Any], root: str = "#") -> str:
+    return f"%json {json.dumps({**_closed(schema, root), **_SPACING}, ensure_ascii=False)}"
+
+
+def refused_part(grammar: str, compiles: Callable[[str], bool]) -> str:
+    """Where the schema is that keeps `grammar` from compiling: the tool, if it is one, and a JSON pointer.
+
+    Empty if no single part is at fault.
+    """
+    for rule in grammar.split("\n"):
+        head, is_schema, text = rule.partition("%json ")
+        if not is_schema or compiles(f"start: {rule.partition(': ')[2]}"):
+            continue
+        schema = json.loads(text)
+        path = _faulty(schema, schema, compiles)
+        named = re.search(r'"(?:[^"\\]|\\.)*"', head)
+        tool = json.loads(named[0]) if named else schema.get("properties", {}).get("name", {}).get("const")
+        if not head.startswith("call_"):
+            return f"at {_pointer(path)} of the answer's schema"
+        return f"at {_pointer(path if named else path[2:])} of the parameters of the tool {tool!r}"
+    return ""
+
+
+def _faulty(schema: Any, part: Any, compiles: Callable[[str], bool]) -> list[str]:  # noqa: ANN401 - parts of a JSON Schema
+    """The path to the deepest part of `part` without which `schema` compiles."""
+    # Definitions first: what refers to them is at fault too.
+    keys = sorted(part, key=lambda key: key not in _NAMED[1:3]) if isinstance(part, dict) else range(len(part))
+    for key in keys:
+        member = part[key]
+        if key in _DATA or not isinstance(member, dict | list):
+            continue
+        rest: list[str] | None
+        if key in _NAMED or isinstance(member, list):  # These hold schemas, and are none.
+            rest = _faulty(schema, member, compiles)
+        else:
+            part[key] = {}
+            is_at_fault = compiles(f"start: %json {json.dumps(schema)}")
+            part[key] = member
+            rest = _faulty(schema, member, compiles) if is_at_fault else None
+        if rest or (rest is not None and key not in _NAMED and not isinstance(member, list)):
+            return [str(key), *rest]
+    return []
+
+
+def _pointer(path: Iterable[str]) -> str:
+    return "#" + "".join("/" + key.replace("~", "~0").replace("/", "~1") for key in path)
 
 
 # Keys whose values map the user's names to schemas, keys whose values are data, and keys that constrain nothing.
 _NAMED = ("properties", "$defs", "definitions", "patternProperties")
 _DATA = ("const", "enum", "required")
 _SAID = ("title", "description", "default", "examples")
+# The formats that a grammar can hold a string to. JSON Schema takes all others for annotations.
+_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 
 
-def _closed(schema: Any, key: str = "") -> Any:  # noqa: ANN401 - a part of a JSON Schema
-    """Close all objects that list their properties, so that the answer has no further ones; `schema` is under `key`.
+def _closed(schema: Any, root: str, key: str = "") -> Any:  # noqa: ANN401 - a part of a JSON Schema
+    """The part of a schema that a grammar enforces; `schema` is under `key`, and `root` is what references start from.
 
-    Members of `allOf` stay open, because each lists only a part.
+    All objects that list their properties are closed, so that the answer has no further ones. Members of `allOf` stay
+    open, because each lists only a part.
     """
     if isinstance(schema, list | tuple):
-        return [_closed(member, key) for member in schema]
+        return [_closed(member, root, key) for member in schema]
     if not isinstance(schema, Mapping):
-        return schema
+        return root + schema[1:] if key == "$ref" and isinstance(schema, str) and schema.startswith("#") else schema
     if key in _NAMED:
-        return {name: _closed(member) for name, member in schema.items()}
+        return {name: _closed(member, root) for name, member in schema.items()}
+    choices = [name for name in ("anyOf", "oneOf") if name in schema] if "properties" in schema else []
     closed = {
-        name: member if name in _DATA else _closed(member, name) for name, member in schema.items() if name not in _SAID
+        name: member if name in _DATA else _closed(member, root, "allOf" if name in choices else name)
+        for name, member in schema.items()
+        if name not in _SAID and (name != "format" or member in _FORMATS)
     }
+    _bound_by_zero(closed)
     if "properties" in closed and "allOf" not in closed and key != "allOf":
-        closed.setdefault("additionalProperties", False)
+        if len(choices) == 1 and all(map(_is_part, closed[choices[0]])):
+            _close_members(closed, choices[0])
+        else:
+            closed.setdefault("additionalProperties", False)
     return closed
+
+
+def _is_part(schema: object) -> bool:
+    return isinstance(schema, dict) and not schema.keys() - {"type", "properties", "required", "additionalProperties"}
+
+
+def _close_members(schema: dict[str, Any], name: str) -> None:
+    """Close the members of `anyOf` or `oneOf` beside properties instead of `schema`: each lists only what it adds.
+
+    Members of `oneOf` that require different properties exclude those of each other, so that one alone is true.
+    """
+    members = schema[name]
+    needed = [set(member.get("required", ())) for member in members]
+    others = [set[str]().union(*needed[:at], *needed[at + 1 :]) - own for at, own in enumerate(needed)]
+    is_apart = name == "oneOf" and all(a - b for a, b in permutations(needed, 2))
+    for member, foreign in zip(members, others, strict=True):
+        if is_apart or "additionalProperties" not in schema:
+            properties = {**dict.fromkeys(schema["properties"], True), **member.get("properties", {})}
+            left_out = foreign if is_apart else ()
+            member["properties"] = {key: each for key, each in properties.items() if key not in left_out}
+            member["additionalProperties"] = False
+    if is_apart:
+        schema["anyOf"] = schema.pop(name)
+
+
+def _bound_by_zero(schema: dict[str, Any]) -> None:
+    """Replace an excluded zero beside a bound below one: there, llguidance allows the zero itself."""
+    for excluded, included, others, sign in (
+        ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
+        ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
+    ):
+        limits = [sign * schema[name] for name in others if isinstance(schema.get(name), int | float)]
+        zero = schema.get(excluded)
+        if limits and 0 < min(limits) < 1 and zero == 0 and zero is not False:
+            del schema[excluded]
+            schema[included] = sign * min(1e-6, min(limits) / 1000)
 
 
 def _literals(text: str, form: ToolFormat, token: Callable[[str], int | None]) -> str:

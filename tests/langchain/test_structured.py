@@ -1,11 +1,11 @@
 """Tools and structured output through LangChain's own interfaces."""
 
 import itertools
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import pytest
 from langchain_core.messages import AIMessage, AIMessageChunk
-from langchain_core.tools import tool
+from langchain_core.tools import StructuredTool, tool
 from pydantic import BaseModel, Field
 
 from kp_core.errors import ToolError
@@ -112,3 +112,29 @@ def test_a_model_says_what_it_can(chat):
     assert chat.profile["tool_calling"]
     assert chat.profile["structured_output"]
     assert chat.profile["max_input_tokens"] == chat.engine.max_positions
+
+
+class Tree(BaseModel):
+    """A tree."""
+
+    kind: Literal["oak", "ash"]
+    children: list["Tree"] = []
+
+
+def test_a_class_that_holds_itself_is_enforced_at_every_depth():
+    def plant(tree: Tree) -> str:
+        """Plants a tree."""
+        return tree.kind
+
+    part = {"$ref": "#/$defs/Tree"}
+    assert response_schema(Tree)["properties"]["children"]["items"] == part
+    model = ChatKnowledgePacks(engine=tiny_engine())
+    for each in (Tree, plant, StructuredTool.from_function(plant)):
+        [offered] = model.bind_tools([each]).kwargs["tools"]
+        parameters = offered["function"]["parameters"]
+        assert parameters["$defs"]["Tree"]["properties"]["children"]["items"] == part
+    for method in ("json_schema", "function_calling"):
+        for seed in range(3):
+            options = {"temperature": 1.5, "seed": seed, "max_tokens": 250}
+            tree = ChatKnowledgePacks(engine=tiny_engine(), **options).with_structured_output(Tree, method=method)
+            assert isinstance(tree.invoke("Go."), Tree)

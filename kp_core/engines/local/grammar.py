@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 from kp_core.bundled import needing
 from kp_core.errors import SamplingError, ToolError
 from kp_core.tools import JsonScan
+from kp_core.tools.shape import refused_part
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -23,6 +27,15 @@ __all__ = ["Constraint", "Grammars"]
 _KEPT = 64  # Compiled grammars in the cache.
 _FEW = 200  # Top-ranked tokens, enough to write nearly every string.
 _SPARE = 256  # The search for an end goes this many tokens beyond the room, so that errors can say how many it takes.
+_MARGIN = 32  # With so many tokens to spare, a token may be taken whose ending is not found yet.
+_FEW_STATES, _STATES = 3000, 20_000  # Most states of a search: a few hundredths of a second, and a tenth.
+# The longest that a search may take, and all searches of an answer. Each state stays in memory with the grammar, which
+# may only have so many; in most grammars a search takes milliseconds.
+_SECONDS, _ALL_SECONDS = 0.5, 3.0
+_ZEROS = 24  # Zeros that the search for the end of a number appends.
+_LETTERS = 100  # Letters that the search for the end of a string tries in one place.
+_FORKS, _FORKS_HERE = 64, 8  # Alternatives that a search tries in all, and in one place.
+_MIN_LENGTH = re.compile(r'"minLength": (\d+)')
 _THOUGHT, _THOUGHT_END = "<think>", "</think>"
 
 
@@ -46,7 +59,7 @@ class Grammars:
         """
         with self._lock:
             matcher = self._compiled(grammar).deep_copy()
-            return Constraint(self, matcher, room, _THOUGHT if opened else "")
+            return Constraint(self, matcher, room, _THOUGHT if opened else "", grammar)
 
     @cached_property
     def _llm(self) -> Any:  # noqa: ANN401
@@ -58,12 +71,16 @@ class Grammars:
         llm = self._llm
         from llguidance import LLMatcher
 
-        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, llm)
-        if failed:
-            reason = messages[0].splitlines()[0] if messages else "unknown reason"
+        def fault(grammar: str) -> str:
+            failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, llm)
+            return (messages or ["unknown reason"])[0].splitlines()[0] if failed else ""
+
+        if reason := fault(grammar):
+            where = refused_part(grammar, lambda part: not fault(part))
+            reason = re.sub(r"^at [\d()]+: ", "", reason)
             raise ToolError(
-                f"Got a JSON Schema that cannot be enforced ({reason}). Rewrite that part of the schema of the tool or "
-                "of the answer with types, enums, properties, items, anyOf and $ref."
+                f"Got a JSON Schema that cannot be enforced{where and ' ' + where} ({reason}). Rewrite that part of "
+                "the schema of the tool or of the answer with types, enums, properties, items, anyOf and $ref."
             )
         return LLMatcher(llm, grammar)
 
@@ -90,36 +107,87 @@ class Grammars:
         )
         return inside, outside
 
+    @cached_property
+    def signs(self) -> dict[str, int]:
+        """The tokens of single characters."""
+        texts = ((self.text([token]), token) for token in self.preferred[0])
+        return {text: token for text, token in texts if len(text) == 1}
+
+    @cached_property
+    def letters(self) -> list[int]:
+        """The tokens that neither end a JSON string nor begin an escape, in the order of `preferred`."""
+        return [token for token in self.preferred[0] if not set(self.text([token])) & {'"', "\\"}]
+
+    def _of(self, signs: str) -> tuple[int, ...]:
+        return tuple(self.signs[sign] for sign in signs if sign in self.signs)
+
+    @cached_property
+    def digits(self) -> tuple[int, ...]:
+        """The tokens that write numbers."""
+        return self._of("0123456789.-")
+
+    @cached_property
+    def zero(self) -> tuple[int, ...]:
+        """The token of the digit zero."""
+        return self._of("0")
+
+    @cached_property
+    def closers(self) -> tuple[int, ...]:
+        """The tokens that may stand behind a number."""
+        return self._of("},]")
+
+    @cached_property
+    def quote(self) -> tuple[int, ...]:
+        """The token that ends a string."""
+        return self._of('"')
+
+    @cached_property
+    def plain(self) -> tuple[int, ...]:
+        """Tokens that are enough for most strings, one of a kind."""
+        return self._of("aA0-_.@:/+ ")
+
 
 class Constraint:
     """Decides which tokens may come next in one answer, of which the prompt has begun to say `said`.
 
-    Raises `ToolError` when the grammar needs text that contains a control token, and `SamplingError` when no complete
-    answer fits into `room` tokens.
+    The answer ends within `room` tokens, as long as an ending is known. Where none is found in time, the answer is held
+    to the grammar all the same, but may be cut off. Raises `ToolError` when the grammar needs text that contains a
+    control token, and `SamplingError` when a complete answer takes more than `room` tokens.
     """
 
-    def __init__(self, grammars: Grammars, matcher: LLMatcher, room: int, said: str) -> None:
+    def __init__(self, grammars: Grammars, matcher: LLMatcher, room: int, said: str, grammar: str = "") -> None:
         self._grammars, self._matcher, self._end = grammars, matcher, grammars.end
-        self._scan, self._said, self._far = JsonScan(), said, room + _SPARE
-        self._unwritable = ""
-        ending = self._search(matcher, self._scan, said)
-        if self._unwritable:
+        self._scan, self._said = JsonScan(), said
+        self._least = max(map(int, _MIN_LENGTH.findall(grammar)), default=0)
+        self._unwritable, self._closing, self._seconds = "", False, _ALL_SECONDS
+        self._way: list[int] | None = []  # A known ending, if there is one.
+        way = self._search(matcher, self._scan, said, room + _SPARE, room)
+        if way is None and self._unwritable:
             raise ToolError(
                 f"Got a schema or tool in which something reads like {self._unwritable!r}, a control token of this "
                 "model, so the model cannot write it. Give it another name."
             )
-        if ending is None or len(ending) > room:
-            minimum = f"takes about {len(ending)} at least" if ending else "was not found within that"
+        if way is not None and len(way) > room:
+            is_whole = len(way) <= room + _SPARE
+            minimum = f"takes about {len(way)} at least" if is_whole else "was not found within that"
             raise SamplingError(
                 f"Got room for {room} tokens; a complete answer of this schema {minimum}. Raise max_tokens, or ask for "
                 "less: fewer items, shorter strings, nothing that requires itself."
             )
-        self._way: list[int] = ending
-        self._closing = False
+        self._way = way
 
     def mask(self, scores: Tensor) -> Tensor:
-        """`scores`, `(1, vocabulary)`, with minus infinity for the tokens that the grammar forbids."""
-        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        """`scores`, `(1, vocabulary)`, with minus infinity for the tokens that the grammar forbids.
+
+        Raises `SamplingError` when the grammar has become too complex to go on.
+        """
+        mask = self._matcher.compute_bitmask()
+        if reason := self._matcher.get_error():  # The mask then allows nothing but the end.
+            raise SamplingError(
+                f"Got an answer that its grammar cannot follow any further ({reason.splitlines()[0]}). Simplify the "
+                "schema of the tools or of the answer: fewer choices in one place, shorter patterns."
+            )
+        bits = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
         allowed = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).bool().flatten()[: scores.shape[-1]]
         return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
 
@@ -131,12 +199,14 @@ class Constraint:
         if not self._closing and token != self._end:
             lookahead = self._matcher.deep_copy()
             lookahead.consume_token(token)
-            ending = self._way_from(lookahead, token)
-            # The token is accepted only if the answer can still end in time after it.
-            if ending is None or len(ending) > left - 1:
+            lookahead.compute_bitmask()
+            is_lost = bool(lookahead.get_error())  # The grammar is too complex behind this token.
+            way = None if is_lost else self._way_from(lookahead, token, left - 1)
+            is_roomy = not self._way or (left > len(self._way) + _MARGIN and self._seconds > 0)
+            if (way is None and is_roomy and not (is_lost and self._way)) or (way is not None and len(way) < left):
+                self._way = way
+            elif self._way is not None:
                 self._closing = True
-            else:
-                self._way = ending
         if self._closing:
             token, *self._way = self._way or [self._end]
         # Quotes open no JSON string in free text, where the answer may end anywhere, nor in thoughts.
@@ -146,46 +216,178 @@ class Constraint:
         self._scan, self._said = self._scan.feed(text), _and_said(self._said, text)
         return token
 
-    def _way_from(self, ahead: LLMatcher, token: int) -> list[int] | None:
+    def _way_from(self, ahead: LLMatcher, token: int, left: int) -> list[int] | None:
         """Tokens that end the answer after `token`: the rest of the known ending, all of it, or a new one."""
         if ahead.is_accepting():
             return []
-        for ending in [self._way[1:]] if self._way[:1] == [token] else [self._way]:
+        way = self._way or []
+        for ending in [way[1:]] if way[:1] == [token] else [way]:
             trial = ahead.deep_copy()
             if trial.try_consume_tokens(ending) == len(ending) and trial.is_accepting():
                 return ending
         text = self._grammars.text([token])
-        return self._search(ahead, self._scan.feed(text), _and_said(self._said, text))
+        return self._search(ahead, self._scan.feed(text), _and_said(self._said, text), left, left)
 
-    def _search(self, matcher: LLMatcher, scan: JsonScan, said: str) -> list[int] | None:
-        """A short ending of the answer: at every step the allowed token that closes most. `None` if none is found."""
+    def _search(self, matcher: LLMatcher, scan: JsonScan, said: str, far: int, room: int) -> list[int] | None:
+        """A short ending of the answer, or the first `far` tokens of a longer one; `None` if none is found.
+
+        Where the straight way is too long, other tokens are tried at its first forks: another tool may end sooner, or
+        another member of `anyOf`.
+        """
+        began = time.monotonic()
+        self._until = began + min(_SECONDS, self._seconds)
+        try:
+            return self._shortened(matcher, scan, said, far, room)
+        finally:
+            self._seconds -= time.monotonic() - began
+
+    def _shortened(self, matcher: LLMatcher, scan: JsonScan, said: str, far: int, room: int) -> list[int] | None:
+        forks: list[list[int]] | None = None if self._way is None else []
+        best = self._straight(matcher, scan, said, far, forks)
+        if best is None and self._way != []:  # It will be searched for again after the next token.
+            return None
+        for begun in forks or () if best is None or len(best) > room else ():
+            lookahead, text = matcher.deep_copy(), self._grammars.text(begun)
+            if lookahead.try_consume_tokens(begun) == len(begun):
+                behind = JsonScan() if _is_thinking(said) else scan.feed(text)
+                rest = self._straight(lookahead, behind, _and_said(said, text), room - len(begun), None)
+                if rest is not None and len(begun) + len(rest) <= room:
+                    return begun + rest
+        return best
+
+    def _straight(  # noqa: C901, PLR0911 - one step after another
+        self, matcher: LLMatcher, scan: JsonScan, said: str, far: int, forks: list[list[int]] | None
+    ) -> list[int] | None:
+        """As `_search`, without alternatives: at every step the allowed token that closes most.
+
+        Adds the first alternatives to `forks`, each as the tokens up to it.
+        """
         lookahead, ending = matcher.deep_copy(), list[int]()
-        uses: Counter[int] = Counter()
         while not lookahead.is_accepting():
-            if lookahead.is_stopped() or len(ending) > self._far:
-                return None
+            if len(ending) > far:
+                return ending
             step = list(self._grammars.thought_end) if _is_thinking(said) else lookahead.compute_ff_tokens()
+            if lookahead.is_stopped():
+                return None
             if not step:
-                mask = lookahead.compute_bitmask()
-                ranked = self._grammars.preferred[0 if scan.inside else 1]
-                # One of the first few is nearly always allowed. Tokens that this string has already come last, so that
-                # a string whose pattern needs an "@" gets one.
-                chosen = next((token for token in ranked if mask[token >> 3] >> (token & 7) & 1), self._end)
-                if uses[chosen]:
-                    choices = [token for token in ranked[:_FEW] if mask[token >> 3] >> (token & 7) & 1]
-                    chosen = min(choices, key=lambda token: uses[token], default=chosen)
-                uses[chosen] += scan.inside
-                step = [chosen]
-            if (accepted := lookahead.try_consume_tokens(step)) < len(step):
-                self._unwritable = "" if lookahead.get_error() else self._grammars.text([step[accepted]])
+                mask, ranked = lookahead.compute_bitmask(), self._grammars.preferred[0 if scan.inside else 1]
+                allowed = (token for token in ranked if _allows(mask, token))
+                chosen = next(allowed, self._end)
+                is_number = not scan.inside and chosen in self._grammars.digits
+                is_string = scan.inside and not scan.escaped and not _closes(self._grammars.text([chosen]))
+                if forks is not None and len(forks) < _FORKS:
+                    others = (token for token in allowed if token not in self._grammars.digits)
+                    forks += [[*ending, other] for other in islice(others, _FORKS_HERE)]
+                found: list[int] | None = [chosen]
+                if is_number:
+                    found = self._number(lookahead)
+                elif is_string:
+                    found = self._string(lookahead, scan, far)
+                if found is None:
+                    return None
+                if len(found) > far:
+                    return found
+                step = found or [chosen]
+            accepted = lookahead.try_consume_tokens(step)
+            if "ff_tokens" in lookahead.get_error():  # Too many items: what must follow has no end in sight.
+                return [self._end] * (far + 1)
+            if accepted < len(step):
+                if forks is not None and not lookahead.get_error():
+                    self._unwritable = self._grammars.text([step[accepted]])
                 return None
             ending += step
             text = self._grammars.text(step)
-            was_inside = scan.inside
             scan, said = JsonScan() if _is_thinking(said) else scan.feed(text), _and_said(said, text)
-            if was_inside and not scan.inside:  # The next string may use the same tokens again.
-                uses.clear()
         return ending
+
+    def _number(self, matcher: LLMatcher) -> list[int] | None:
+        """Tokens after which the number in `matcher` can end: the fewest, or a few and then zeros."""
+        digits, closers = self._grammars.digits, self._grammars.closers
+        for most in (_FEW, _FEW_STATES, _STATES):
+            states: list[tuple[LLMatcher, bytes, list[int]]] = []
+            if found := self._shortest(matcher, digits, closers, most, states):
+                return found
+            for state, _, path in states if most < _STATES else ():
+                if zeros := self._shortest(state, self._grammars.zero, closers, _ZEROS):
+                    return path + zeros
+        return None
+
+    def _string(self, matcher: LLMatcher, scan: JsonScan, far: int) -> list[int] | None:
+        """Tokens after which the string in `matcher` can be closed; more than `far` if it must be longer."""
+        quote = self._grammars.quote
+        if found := self._shortest(matcher, self._grammars.plain, quote, _FEW_STATES):
+            return found
+        if self._least > far:
+            return [self._end] * (far + 1)
+        return self._varied(matcher, scan, far) or self._shortest(matcher, (), quote, _STATES)
+
+    def _shortest(
+        self,
+        matcher: LLMatcher,
+        alphabet: Sequence[int],
+        goals: Sequence[int],
+        most: int,
+        last: list[tuple[LLMatcher, bytes, list[int]]] | None = None,
+    ) -> list[int] | None:
+        """The fewest tokens of `alphabet` after which one of `goals` is allowed.
+
+        It gives up after `most` states, and leaves those with the most tokens that it has all of in `last`.
+
+        Without an alphabet, it takes the letters that the grammar allows. Of states in a string that allow the same
+        tokens after as many steps, one goes on: a long string is one path. Digits of a number are all tried, because
+        what is left of a division is not seen in the tokens that may follow.
+        """
+        is_number, tried = goals is self._grammars.closers, 0
+        level: list[tuple[LLMatcher, bytes, list[int]]] = [(matcher, matcher.compute_bitmask(), [])]
+        while level:
+            states: dict[bytes | int, tuple[LLMatcher, bytes, list[int]]] = {}
+            for state, mask, path in level:
+                tokens = [token for token in alphabet if _allows(mask, token)]
+                if not tokens and not is_number:
+                    letters = (token for token in self._grammars.letters if _allows(mask, token))
+                    tokens = list(islice(letters, _LETTERS))
+                for token in tokens:
+                    tried += 1
+                    after = state.deep_copy()
+                    if tried > most or time.monotonic() > self._until or not after.consume_token(token):
+                        if last is not None:
+                            last += level
+                        return None
+                    follows = after.compute_bitmask()
+                    if after.is_accepting() or any(_allows(follows, goal) for goal in goals):
+                        return [*path, token]
+                    states.setdefault(tried if is_number else follows, (after, follows, [*path, token]))
+            level = list(states.values())
+        return None
+
+    def _varied(self, matcher: LLMatcher, scan: JsonScan, far: int) -> list[int] | None:
+        """Tokens after which the string in `matcher` can be closed: at every step the one that was used least."""
+        lookahead, path, uses = matcher.deep_copy(), list[int](), Counter[int]()
+        ranked = self._grammars.preferred[0]
+        while len(path) <= far and scan.inside:
+            step = lookahead.compute_ff_tokens()
+            if not step:
+                mask = lookahead.compute_bitmask()
+                choices = [token for token in ranked[:_FEW] if _allows(mask, token)]
+                choices = choices or list(islice((token for token in ranked if _allows(mask, token)), 1))
+                if not choices or (not scan.escaped and _closes(self._grammars.text(choices[:1]))):
+                    return path
+                step = [min(choices, key=lambda token: uses[token])]
+                uses[step[0]] += 1
+            if lookahead.try_consume_tokens(step) < len(step):
+                return None
+            path += step
+            scan = scan.feed(self._grammars.text(step))
+        return None if scan.inside else path
+
+
+def _allows(mask: bytes, token: int) -> int:
+    return mask[token >> 3] >> (token & 7) & 1
+
+
+def _closes(text: str) -> bool:
+    """Whether `text` closes a JSON string."""
+    return text.startswith('"') and not text.strip('"}] \n')
 
 
 def _is_thinking(said: str) -> bool:
@@ -201,7 +403,7 @@ def _and_said(said: str, text: str) -> str:
 
 def _rank_inside(text: str) -> int:
     """Rank inside a string: tokens that end the string are highest, then short text."""
-    if text.startswith('"') and not text.strip('"}] \n'):
+    if _closes(text):
         return 100 + len(text)
     if len(text) == 1 and text.isascii() and text.isprintable():
         return 20 if text.isalnum() else 15

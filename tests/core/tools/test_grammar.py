@@ -1,0 +1,232 @@
+"""Schemas with bounds, references and formats: answers validate and end, or the schema is refused with its place."""
+
+import itertools
+import json
+import random
+import re
+from functools import cache
+
+import pytest
+
+from benchmarks.grammar import valid_answer
+from kp_core import Tool
+from kp_core.engines.local import grammar
+from kp_core.engines.local.grammar import Grammars
+from kp_core.errors import SamplingError, ToolError
+from kp_core.testing import tiny_tokenizer
+from kp_core.tools import AnswerShape, format_of
+from tests.conftest import tiny_engine
+
+
+def holding(part, **others):
+    return {"type": "object", "properties": {"a": part, **others}, "required": ["a"]}
+
+
+def number(kind="number", **bounds):
+    return {"type": kind, **bounds}
+
+
+NUMBERS = {
+    "positive": number(exclusiveMinimum=0),
+    "share": number(exclusiveMinimum=0, exclusiveMaximum=1),
+    "score": number(minimum=-1, maximum=1),
+    "latitude": number(minimum=-90, maximum=90),
+    "longitude": number(minimum=-180, exclusiveMaximum=180),
+    "negative": number(exclusiveMaximum=0),
+    "loss": number(exclusiveMinimum=-1, exclusiveMaximum=0),
+    "small": number(exclusiveMinimum=0, maximum=1e-9),
+    "sevens": number("integer", multipleOf=7, minimum=1),
+    "hours": number("integer", multipleOf=3600, minimum=1),
+    "prime": number("integer", multipleOf=997, exclusiveMinimum=0),
+    "cents": number(multipleOf=0.01, exclusiveMinimum=0),
+    "quarters": number(multipleOf=0.25, minimum=0.3, maximum=2),
+    "years": number("integer", minimum=1900, maximum=2100),
+    "one": number("integer", exclusiveMinimum=3, exclusiveMaximum=5),
+    "huge": number("integer", minimum=10**12),
+    "far below": number("integer", maximum=-(10**9)),
+    "optional": {"anyOf": [number(exclusiveMinimum=0, maximum=1), {"type": "null"}]},
+    "list": {"type": "array", "items": number(exclusiveMinimum=0), "minItems": 3, "maxItems": 4},
+    "lists": {"type": "array", "items": {"type": "array", "items": number(minimum=-1, maximum=1), "minItems": 2}},
+    "either": {"anyOf": [number("integer", multipleOf=12, minimum=1), number(exclusiveMaximum=0)]},
+}
+
+
+SLOW = ("hours", "prime", "cents", "lists")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NUMBERS]
+)
+def test_numbers_with_bounds_end_and_validate(name):
+    valid_answer(tiny_engine(), holding(NUMBERS[name]), forced_call=len(name) % 2 == 0, room=100)
+
+
+@pytest.mark.parametrize("name", ["share", pytest.param("hours", marks=pytest.mark.slow)])
+def test_sampled_numbers_with_bounds_end_and_validate(name, thin):
+    for seed in range(2):
+        answer = thin.generate("Go.", response_schema=holding(NUMBERS[name]), max_tokens=24, temperature=1.5, seed=seed)
+        value = json.loads(answer.text)["a"]
+        assert value > 0
+        assert name != "share" or value < 1
+
+
+@pytest.mark.slow
+def test_every_kind_of_bounds_ends_and_validates(thin):
+    rng = random.Random(5)
+    lows = [{}, *({k: v} for k in ("minimum", "exclusiveMinimum") for v in (-90, -0.25, 0, 1e-4, 1, 150, 10**6))]
+    highs = [{}, *({k: v} for k in ("maximum", "exclusiveMaximum") for v in (-1, 0, 5e-3, 0.75, 1, 180, 10**4))]
+    steps = [{}, *({"multipleOf": step} for step in (1, 2, 5, 7, 12, 60, 97, 100, 256, 3600, 0.5, 0.25, 0.1, 0.01))]
+    kinds = [*itertools.product(("number", "integer"), lows, highs, steps)]
+    answered, refused = 0, []
+    for at, (kind, low, high, step) in enumerate(rng.sample(kinds, 120)):
+        part = {"type": kind, **low, **high, **step}
+        part = (part, {"type": "array", "items": part, "minItems": 1}, {"anyOf": [part, {"enum": ["none"]}]})[at % 3]
+        try:
+            valid_answer(thin, holding(part), forced_call=at % 2 == 0, room=100)
+            answered += 1
+        except ToolError as error:  # Nothing lies between these bounds.
+            refused.append(str(error))
+    assert answered > 40
+    assert all("Unsatisfiable" in reason and " at #" in reason for reason in refused)
+
+
+@cache
+def grammars():
+    tokenizer = tiny_tokenizer()
+    return tokenizer, Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
+
+
+def written(tools, text, room=200):
+    """What becomes of an answer that says `text`, whose model decides whether to call."""
+    tokenizer, made = grammars()
+    allowed = AnswerShape.of(tools).grammar(format_of(""), lambda _: None, thinks=False, opened=False)
+    constraint = made.constraint(allowed, room)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.decode([constraint.accept(token, room - at) for at, token in enumerate(ids)])
+
+
+PAY = {"name": "pay", "parameters": holding(number(exclusiveMinimum=0))}
+WAIT = {"name": "wait", "parameters": holding(number("integer", multipleOf=99991, minimum=1))}
+NEVER = {"name": "never", "parameters": holding({"type": "array", "minItems": 3000})}
+CLOCK = {"name": "clock"}
+
+
+@pytest.mark.parametrize(
+    ("tools", "call"),
+    [
+        ([PAY], '{"name": "pay", "arguments": {"a": 0.25}}'),
+        ([PAY, CLOCK], '{"name": "clock", "arguments": {}}'),
+        ([NEVER, CLOCK], '{"name": "clock", "arguments": {}}'),
+        ([CLOCK, NEVER], '{"name": "clock", "arguments": {}}'),
+        ([WAIT], '{"name": "wait", "arguments": {"a": 99991}}'),
+        ([WAIT, CLOCK], '{"name": "clock", "arguments": {}}'),
+    ],
+)
+def test_a_free_call_is_written_whatever_else_is_on_offer(tools, call):
+    said = f"<tool_call>\n{call}\n</tool_call>"
+    assert written(tools, said) == said
+
+
+def test_without_a_known_ending_an_answer_is_held_to_its_grammar(monkeypatch):
+    monkeypatch.setattr(grammar, "_ALL_SECONDS", 0.0)  # No ending is found in time.
+    answer = tiny_engine().generate("Go.", response_schema=PAY["parameters"], max_tokens=24)
+    assert re.fullmatch(r'\{"a": [0-9.]+\}?', answer.text)
+    assert answer.finish_reason == "length" or answer.text.endswith("}")
+    said = '<tool_call>\n{"name": "pay", "arguments": {"a": 0.25}}\n</tool_call>'
+    assert written([PAY], said) == said
+
+
+def test_a_grammar_that_becomes_too_complex_is_an_error_and_no_answer():
+    part = number("integer", minimum=1, maximum=10**9, multipleOf=604800)
+    with pytest.raises(SamplingError, match="grammar cannot follow any further"):
+        tiny_engine().generate("Go.", response_schema=holding(part), max_tokens=40)
+
+
+LEAF = {"enum": [1]}
+LINKS = {
+    "a property": holding(LEAF, b={"$ref": "#/properties/a"}),
+    "the whole": holding(LEAF, b={"anyOf": [{"$ref": "#"}, {"type": "null"}]}),
+    "a list of the whole": holding(LEAF, b={"type": "array", "items": {"$ref": "#"}, "maxItems": 2}),
+    "definitions": {**holding({"$ref": "#/$defs/x"}), "$defs": {"x": LEAF}},
+    "old definitions": {**holding({"$ref": "#/definitions/x"}), "definitions": {"x": LEAF}},
+    "definitions in a property": holding({"$ref": "#/properties/a/$defs/x", "$defs": {"x": LEAF}}),
+    "an escaped name": {**holding({"$ref": "#/properties/b~1c"}, **{"b/c": LEAF})},
+    "a part of a property": holding(holding(LEAF), b={"$ref": "#/properties/a/properties/a"}),
+    "a property called name": holding(LEAF, name={"enum": ["ann"]}, b={"$ref": "#/properties/name"}),
+    "a property called $ref": holding({"$ref": "#/properties/$ref"}, **{"$ref": {"type": "boolean"}}),
+    "data that reads like one": holding({"const": {"$ref": "#"}}),
+    "members that require": {"type": "object", "properties": {"a": LEAF, "b": LEAF}, "oneOf": [
+        {"required": ["a"]}, {"required": ["b"]}
+    ]},
+    "members that add": {**holding(LEAF), "oneOf": [
+        {"properties": {"x": LEAF}, "required": ["x"]}, {"properties": {"y": LEAF}, "required": ["y"]}
+    ]},
+    "any that add": {**holding(LEAF), "anyOf": [{"properties": {"x": LEAF}, "required": ["x"]}, {"required": ["a"]}]},
+    "members with a kind": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "oneOf": [
+        {"properties": {"a": {"const": "x"}}}, {"properties": {"a": {"const": "y"}}}
+    ]},
+    "a member in a property": holding({
+        "type": "object", "properties": {"x": LEAF, "y": LEAF}, "oneOf": [{"required": ["x"]}, {"required": ["y"]}]
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINKS)
+@pytest.mark.parametrize("forced_call", [False, True])
+def test_references_and_members_are_those_of_the_tool(name, forced_call):
+    schema = LINKS[name]
+    if "required" in schema and name.startswith("a") and "b" in schema["properties"]:
+        schema = {**schema, "required": ["a", "b"]}
+    value = valid_answer(tiny_engine(), schema, forced_call=forced_call, room=300)
+    assert not {"arguments", "parameters"} & set(value)
+
+
+@pytest.mark.parametrize("name", ["path", "password", "binary", "int32", "color", "base64url", "my own"])
+def test_a_format_that_no_grammar_knows_is_an_annotation(name):
+    schema = holding({"type": "string", "format": name, "maxLength": 3})
+    for forced_call in (False, True):
+        valid_answer(tiny_engine(), schema, forced_call=forced_call, room=140)
+    tools = [{"name": "keep", "parameters": schema}, CLOCK]
+    assert tiny_engine().generate("Go.", tools=tools, tool_choice="clock", max_tokens=120).tool_calls[0].name == "clock"
+
+
+WRONG = {"not": {"type": "string"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        (holding(WRONG), "#/properties/a"),
+        (holding({"type": "array", "items": WRONG}), "#/properties/a/items"),
+        (holding({"anyOf": [LEAF, WRONG]}), "#/properties/a/anyOf/1"),
+        ({**holding({"$ref": "#/$defs/x"}), "$defs": {"x": {"type": "object", "properties": {"b/c": WRONG}}}}, "/b~1c"),
+        (holding(number(minimum=3, maximum=2)), "#/properties/a"),
+    ],
+)
+def test_a_schema_that_is_refused_is_named_with_its_place(schema, place):
+    with pytest.raises(ToolError, match="of the answer's schema") as refused:
+        tiny_engine().stream("Go.", response_schema=schema)
+    assert f"{place} of" in str(refused.value)
+    with pytest.raises(ToolError, match="of the parameters of the tool 'bad'") as refused:
+        tiny_engine().stream("Go.", tools=[CLOCK, {"name": "bad", "parameters": schema}])
+    assert f"{place} of" in str(refused.value)
+
+
+@pytest.mark.slow
+def test_patterns_end_with_few_tokens():
+    for pattern in ("^[a-z]+@[a-z]+\\.org$", "^[A-Z]{2}-[0-9]{4}$", "^(ab|cd)*xyz$", "^я+$", '^"x"$'):
+        value = valid_answer(tiny_engine(), holding({"type": "string", "pattern": pattern}), forced_call=False, room=50)
+        assert value["a"]
+
+
+def test_the_shortest_member_of_any_is_found_behind_one_without_an_end():
+    schema = {"anyOf": [NEVER["parameters"], {"type": "object", "properties": {"b": LEAF}, "required": ["b"]}]}
+    engine = tiny_engine()
+    assert json.loads(engine.generate("Go.", response_schema=schema, max_tokens=60).text) == {"b": 1}
+
+
+def test_parameters_stay_as_they_are_for_the_prompt():
+    schema = LINKS["members that require"]
+    before = json.dumps(schema)
+    tiny_engine().prefill("Go.", tools=[Tool("f", "", schema)])
+    assert json.dumps(schema) == before
