@@ -29,8 +29,8 @@ _FEW = 200  # Top-ranked tokens, enough to write nearly every string.
 _SPARE = 256  # The search for an end goes this many tokens beyond the room, so that errors can say how many it takes.
 _MARGIN = 32  # With so many tokens to spare, a token may be taken whose ending is not found yet.
 _FEW_STATES, _STATES = 3000, 20_000  # Most states of a search: a few hundredths of a second, and a tenth.
-# The longest that a search may take, and all searches of an answer. Each state stays in memory with the grammar, which
-# may only have so many; in most grammars a search takes milliseconds.
+# Seconds of this thread that a search may take, and all searches of an answer. Each state stays in memory with the
+# grammar, which may only have so many; in most grammars a search takes milliseconds.
 _SECONDS, _ALL_SECONDS = 0.5, 3.0
 _ZEROS = 24  # Zeros that the search for the end of a number appends.
 _LETTERS = 100  # Letters that the search for the end of a string tries in one place.
@@ -234,12 +234,12 @@ class Constraint:
         Where the straight way is too long, other tokens are tried at its first forks: another tool may end sooner, or
         another member of `anyOf`.
         """
-        began = time.monotonic()
+        began = time.thread_time()
         self._until = began + min(_SECONDS, self._seconds)
         try:
             return self._shortened(matcher, scan, said, far, room)
         finally:
-            self._seconds -= time.monotonic() - began
+            self._seconds -= time.thread_time() - began
 
     def _shortened(self, matcher: LLMatcher, scan: JsonScan, said: str, far: int, room: int) -> list[int] | None:
         forks: list[list[int]] | None = None if self._way is None else []
@@ -349,7 +349,7 @@ class Constraint:
                 for token in tokens:
                     tried += 1
                     after = state.deep_copy()
-                    if tried > most or time.monotonic() > self._until or not after.consume_token(token):
+                    if tried > most or time.thread_time() > self._until or not after.consume_token(token):
                         if last is not None:
                             last += level
                         return None
