@@ -18,7 +18,7 @@ SHELL := bash
 timed = began=$$(date +%s); $(2) && took=$$(($$(date +%s) - began)) && \
   printf '%s took %d min %02d s\n' $(1) $$((took / 60)) $$((took % 60))
 
-.PHONY: setup setup-browser setup-vllm setup-llama demo wheel test test-slow test-nightly test-torchao test-oldest test-vllm test-llama test-all audit lint docs bench clean lock
+.PHONY: setup setup-browser setup-vllm setup-llama demo wheel test test-slow test-nightly test-avx2 test-torchao test-oldest test-vllm test-llama test-all audit lint docs bench clean lock
 
 setup: $(STAMP)
 
@@ -80,6 +80,15 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 
 test: setup
 	$(call timed,test,$(PYTEST) -m "not slow and not nightly")
 
+# What depends on the processor, once more as a machine without AVX-512. First it is seen that the variables change what is computed.
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+AVX2_TESTS ?= tests/laws tests/parity tests/core/engines tests/core/compose
+test-avx2: setup
+	@case $$(env -u ATEN_CPU_CAPABILITY $(BIN)/python -c 'import torch; print(torch.backends.cpu.get_cpu_capability())') in AVX512*) \
+	  $(AVX2) $(BIN)/python -m pytest -q tests/core/engines/test_processor.py && \
+	  { $(call timed,test-avx2,$(AVX2) $(PYTEST) -m "not slow and not nightly" $(AVX2_TESTS)); };; \
+	*) echo "There is no AVX-512 here: 'make test' ran as such a machine, and test-avx2 runs nothing twice.";; esac
+
 # What costs much: notebooks, conformance and agents on the bundled model, the README's code, benchmarks, kills.
 test-slow: setup
 	$(call timed,test-slow,$(PYTEST) -m "slow and not nightly")
@@ -118,6 +127,7 @@ test-llama:
 	else echo "SKIPPED tests/llama: 'make setup-llama' failed; see above."; fi
 
 test-all: test
+	$(MAKE) test-avx2
 	$(MAKE) test-slow
 	$(MAKE) test-torchao
 	$(MAKE) audit

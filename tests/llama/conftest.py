@@ -12,6 +12,7 @@ from tests.conftest import skip_together
 from tests.ggufs import write_gguf
 
 
+@pytest.hookimpl(trylast=True)  # behind `-m`, so that the test that stands for all is one of those asked for
 def pytest_collection_modifyitems(config, items):
     skip_together(config, items, Path(__file__).parent, "llama_cpp", "`make setup-llama` builds it")
 

@@ -18,6 +18,7 @@ SETTINGS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM
 VLLMS = ["--max-model-len", "2048", "--max-num-batched-tokens", "1024", "--max-num-seqs", "8"]
 
 
+@pytest.hookimpl(trylast=True)  # behind `-m`, so that the test that stands for all is one of those asked for
 def pytest_collection_modifyitems(config, items):
     skip_together(config, items, Path(__file__).parent, "vllm", "`make test-vllm` runs them")
 

@@ -50,6 +50,9 @@ _NO_ROWS = "its attention is its own, and is not told which tokens belong to whi
 _NARROW = PROBE - 3  # Tokens of a sliding window during a probe.
 _APART = 37  # Distance of the two positions at which a key is computed to find its rotation.
 
+LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""Variables of the environment that limit which instruction sets torch and oneDNN compute with."""
+
 
 class CausalModel:
     """Runs the forward passes of a Hugging Face causal LM over KV buffers.
@@ -175,8 +178,8 @@ class CausalModel:
         if names[0].startswith("AVX512"):  # torch can be told to leave these out, and then names what it has left.
             units = {"bf16": cpu._is_avx512_bf16_supported(), "amx": cpu._is_amx_tile_supported()}  # noqa: SLF001
             names += [name for name, is_supported in units.items() if is_supported]
-        limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
-        names += [f"oneDNN {limit}"] * (limit not in ("", names[0]))
+        # oneDNN does not tell what it was limited to, nor does it follow torch's limit.
+        names += [f"{name}={limit.upper()}" for name in LIMITS if (limit := os.environ.get(name))]
         return dtype, self._engine, f"tiles of {TILE}, torch {version}, {' '.join(names)}"
 
     @property
