@@ -18,11 +18,14 @@ __all__ = ["Handle", "check_namespace", "find_handles", "handles_like", "inert",
 _NAMESPACE = r"[a-z0-9_-]{1,64}"
 # 13 bytes make 104 bits, written as 21 characters of base32.
 _DIGEST_BYTES, _ID = 13, r"[a-z2-7]{21}"
-# In JSON, and in the `repr` of strings that some frameworks put into prompts, a handle on its own line follows an
-# escaped line feed, and so the letter n, r or t.
 _JOINTS = (":", "/", "-")  # An incomplete handle may end with these, right before another handle.
-_PATTERN = re.compile(rf"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))kp:({_NAMESPACE})/({_ID})(?![A-Za-z0-9_])")
-_LIKE = re.compile(r"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))kp:[A-Za-z0-9_-]{1,64}/[A-Za-z0-9]{16,32}(?![A-Za-z0-9_])")
+# In JSON, and in the `repr` of strings that some frameworks put into prompts, a handle on its own line follows an
+# escaped line feed, and so the letter n, r or t. Handles may also stand right behind each other: the id has a fixed
+# length.
+_START = rf"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt])|(?<=/{_ID}))"
+_WHOLE = rf"{_START}kp:({_NAMESPACE})/({_ID})(?:(?![A-Za-z0-9_])|(?=kp:{_NAMESPACE}/{_ID}))"
+_PATTERN = re.compile(_WHOLE)
+_LIKE = re.compile(rf"{_WHOLE}|{_START}kp:[A-Za-z0-9_-]{{1,64}}/[A-Za-z0-9]{{16,32}}(?![A-Za-z0-9_])")
 
 
 @dataclass(frozen=True, order=True)
@@ -72,7 +75,7 @@ def find_handles(text: str) -> list[tuple[int, int, Handle]]:
 
 def handles_like(text: str) -> list[str]:
     """Return what is or was meant as a handle in `text`, in order: also one that lost or changed a few characters."""
-    return _LIKE.findall(text)
+    return [match[0] for match in _LIKE.finditer(text)]
 
 
 def strip_handles(text: str) -> str:

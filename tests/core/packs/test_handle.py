@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kp_core import Handle, find_handles, strip_handles
 from kp_core.engines.reading import VisibleText
 from kp_core.errors import HandleError
-from kp_core.packs.handle import inert, mint
+from kp_core.packs.handle import handles_like, inert, mint
 
 SECRET = bytes(range(32))
 namespaces = st.from_regex(r"[a-z0-9_-]{1,63}", fullmatch=True)
@@ -69,3 +69,14 @@ def test_what_is_left_of_a_handle_around_a_handle_is_none(form):
         said = VisibleText()
         pieces = "".join(map(said.push, text)) + said.flush()
         assert find_handles(pieces) == []
+
+
+@pytest.mark.parametrize("form", ["{0}{1}", "{0}{1}{2}", "({0}{1})", "{0}{1}, {2}", '"\\n{0}{1}"', "{2} {0}{1}\n"])
+def test_handles_may_stand_right_behind_each_other(form):
+    handles = [str(mint(SECRET, namespace, "x")) for namespace in ("a", "kp", "a-b_c")]
+    text = form.format(*handles)
+    expected = [handle for _, handle in sorted((text.index(h), h) for h in handles if h in text)]
+    assert [str(handle) for _, _, handle in find_handles(text)] == handles_like(text) == expected
+    assert not find_handles(strip_handles(text))
+    assert not find_handles(inert(text))
+    assert len(find_handles(handles[0] + handles[1] + "x")) == 1
