@@ -95,7 +95,13 @@ def _with_packs(request: ModelRequest[Any]) -> ModelRequest[Any]:
     if not isinstance(model, ChatKnowledgePacks):
         raise TypeError(f"Got an agent on {type(model).__name__}; KnowledgePackMiddleware needs a ChatKnowledgePacks.")
     state: Any = request.state
-    listed = {handle for message in request.messages for handle in _handles(message)}
+    # A handle in a summary, or in a message of the user, brings its pack there.
+    listed = {
+        handle
+        for message in request.messages
+        for handle in _handles(message, brought=True)
+        if model.resolves(handle, message.type)
+    }
     # Anybody may write into a state; only handles that resolve are used.
     candidates = [handle for handle in state.get("packs") or () if isinstance(handle, str) and handle not in listed]
     readable = [handle for handle in candidates if model.resolves(handle, "tool")]

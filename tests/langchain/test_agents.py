@@ -5,7 +5,7 @@ import logging
 
 import pytest
 from langchain.agents import create_agent
-from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware, SummarizationMiddleware
+from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware, ModelRequest, SummarizationMiddleware
 from langchain_core.documents import Document
 from langchain_core.language_models import FakeListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
@@ -324,3 +324,19 @@ def test_an_agent_goes_on_with_a_call_that_has_no_tags(lead):
     pieces = [piece for piece, _ in agent.stream(asked, stream_mode="messages") if piece.type == "AIMessageChunk"]
     assert "".join(piece.content for piece in pieces) == said[-1].content
     assert sum(len(piece.tool_call_chunks) for piece in pieces) > 0
+
+
+@pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
+def test_a_pack_in_a_summary_is_sent_once(chat_engine, store, pages):
+    """The state keeps the handles of tools, which the summary lists, too."""
+    model = ChatKnowledgePacks(engine=chat_engine, store=store, namespaces=["book"], max_tokens=2)
+    summary = HumanMessage(f"So far:\n{pages[0]}", additional_kwargs={"lc_source": "summarization"})
+    request = ModelRequest(model=model, messages=[summary], state={"messages": [], "packs": pages[:2]})
+    settings = KnowledgePackMiddleware().wrap_model_call(request, lambda changed: changed.model_settings)
+    assert settings["packs"] == [pages[1]]
+    distrustful = ChatKnowledgePacks(
+        engine=chat_engine, store=store, namespaces=["book"], trusted_roles=["tool"], max_tokens=2
+    )
+    request = request.override(model=distrustful)
+    settings = KnowledgePackMiddleware().wrap_model_call(request, lambda changed: changed.model_settings)
+    assert settings["packs"] == pages[:2]
