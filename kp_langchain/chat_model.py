@@ -25,9 +25,10 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel
 
-from kp_core import find_handles
+from kp_core import find_handles, strip_handles
 from kp_core.compose import Composer
-from kp_core.errors import ToolError
+from kp_core.errors import TemplateError, ToolError
+from kp_core.prompt.conversation import text_of
 from kp_core.settings import MODEL_OPTIONS, ModelSettings, core_choice, core_role
 from kp_core.tools import AnswerShape
 from kp_langchain.messages import PROVIDER, last_chunk, to_chunk, to_messages, to_result
@@ -106,12 +107,21 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         messages: list[BaseMessage],
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool] | None = None,
     ) -> int:
-        """Number of tokens that `messages` and `tools` send, without packs, as in `usage_metadata.input_tokens`."""
+        """Number of tokens that `messages` and `tools` send, without packs, as in `usage_metadata.input_tokens`.
+
+        Messages that the chat template refuses, e.g. a part of a conversation, are counted as plain text.
+        """
         if not messages:  # `trim_messages` asks for this.
             return 0
         shape, options = AnswerShape.of(_offer(tool) for tool in tools or ()), self._defaults()
         render = partial(self._engine().template.render, placement=options.placement, compact=options.compact)
-        prompt = render(to_messages(messages), view=self._view(), shape=shape)
+        core_messages = to_messages(messages)
+        try:
+            prompt = render(core_messages, view=self._view(), shape=shape)
+        except TemplateError:  # `trim_messages` also counts parts of conversations, which some templates refuse.
+            calls = [json.dumps(message["tool_calls"]) for message in core_messages if "tool_calls" in message]
+            texts = [strip_handles(text_of(message)) for message in core_messages]
+            return sum(len(self.get_token_ids(text)) for text in (*texts, *calls))
         return len(prompt) - prompt.pack_tokens
 
     def resolves(self, handle: str, role: str = "system") -> bool:

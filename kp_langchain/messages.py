@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ChatMessage, HumanMessage, ToolMessage
@@ -20,17 +20,13 @@ __all__ = ["PROVIDER", "last_chunk", "pack_place", "to_chunk", "to_messages", "t
 
 PROVIDER = "knowledge_packs"
 
-# Blocks to leave out: tool calls, which are also in `tool_calls`, and reasoning, which is not sent.
-_ASSISTANT_ONLY = frozenset(
-    {"tool_call", "tool_use", "function_call", "tool_call_chunk", "invalid_tool_call", "reasoning", "thinking"}
-)
-
 
 def to_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """LangChain messages as dictionaries with `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`.
 
-    Text blocks are joined. Tool calls whose arguments did not parse are left out, as no template could show them.
-    Raises `PromptError` for images, audio and files, and for messages of other roles.
+    Text blocks are joined, and other blocks left out, as `kp_core.prompt.conversation.text_of` states. Tool calls whose
+    arguments did not parse are left out, as no template could show them. Raises `PromptError` for images, audio and
+    files, and for messages of other roles.
     """
     converted = []
     for message in messages:
@@ -38,7 +34,7 @@ def to_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
         role = core_role(kind)
         if role not in ("system", "user", "assistant", "tool"):
             raise PromptError(f"Got a {type(message).__name__} ({role}); expected a system, human, AI or tool message.")
-        core_message: dict[str, Any] = {"role": role, "content": _text(message.content, role)}
+        core_message: dict[str, Any] = {"role": role, "content": text_of({"role": role, "content": message.content})}
         if isinstance(message, AIMessage) and message.tool_calls:
             calls = [tool_call(call["name"], call["args"], call.get("id")) for call in message.tool_calls]
             core_message["tool_calls"] = calls
@@ -131,13 +127,3 @@ def _about(generation: Generation, model_name: str) -> dict[str, Any]:
         input_token_details=InputTokenDetails(cache_read=max(0, usage.reused_tokens - usage.pack_tokens)),
     )
     return {"usage_metadata": counts, "response_metadata": metadata}
-
-
-def _text(content: str | Sequence[str | Mapping[str, Any]], role: str) -> str:
-    """The text of a message's content; raises `PromptError` for other blocks."""
-    if isinstance(content, str):
-        return content
-    ignored = _ASSISTANT_ONLY if role == "assistant" else ()
-    blocks = [{"type": "text", "text": block} if isinstance(block, str) else block for block in content]
-    blocks = [{**block, "type": "text"} if block.get("type") == "text-plain" else block for block in blocks]
-    return text_of({"role": role, "content": [block for block in blocks if block.get("type") not in ignored]})

@@ -3,6 +3,8 @@
 Templates support different things. What a template lacks is rendered in exactly this way:
 
 - no system role: the system message opens the first user message, a blank line between them;
+- no second or later system message: it is appended to the first message if that is a system message, else it opens the
+  next user message, a blank line between them (a user message of its own if none follows);
 - no tool role: a tool message becomes a user message, `[tool result: <name>]` on a line before its content;
 - no tool calls: each call is appended to the assistant's content, on lines of its own, as
   `<tool_call>`, `{"name": ..., "arguments": ...}`, `</tool_call>`;
@@ -10,11 +12,17 @@ Templates support different things. What a template lacks is rendered in exactly
 - no tools: a paragraph at the end of the system message lists them and shows how to call one, in the template's own
   form of calls, else in the form above;
 - only alternating roles: neighbouring messages of one role are joined, a blank line between them.
+
+A system message or tool result that a template still leaves out (some show the system message only before the last user
+message) opens the next user message, or becomes one. `ChatTemplate` raises for other messages that are left out, and
+logs a warning for names and for text beside tool calls.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,7 +63,37 @@ SLOT = "{pack}"
 """Placeholder for a pack in messages."""
 _ROLES = ("system", "user", "assistant", "tool")
 _CALLING = "You can call tools. To call one, write\n{}\nwith arguments that fit its parameters. The tools:"
+# Content that is an error wherever it stands: a model of text would answer without having seen it.
+_MEDIA = ("image", "audio", "video", "screenshot", "inline_data", "inlineData", "file_data", "fileData")
+_FILES = frozenset({"file", "input_file", "document", "media", "container_upload"})
+# Left out without a word: calls are also in `tool_calls`, reasoning is not sent again, and cache points say nothing.
+_CACHE_POINTS = frozenset({"cachePoint", "cache_point"})
+_UNSENT = frozenset(
+    {
+        "tool_call",
+        "tool_use",
+        "function_call",
+        "tool_call_chunk",
+        "invalid_tool_call",
+        "toolUse",
+        "reasoning",
+        "thinking",
+        "redacted_thinking",
+        "reasoning_content",
+        "reasoningContent",
+    }
+)
+_HOLDERS = {  # Parts that wrap content, each with the keys that lead to it.
+    "non_standard": ("value",),
+    "tool_result": ("content",),
+    "search_result": ("content",),
+    "toolResult": ("toolResult", "content"),
+    "citationsContent": ("citationsContent", "content"),
+    "guardContent": ("guardContent", "text"),
+}
 _COMPACTED = "(In memory, with the results of all earlier calls.)"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -279,7 +317,13 @@ def tool_call(name: str, arguments: object, call_id: object = None) -> dict[str,
 
 
 def text_of(message: Message) -> str:
-    """Return the text of a message; raises `PromptError` for other content than strings and text parts."""
+    """Return the text of a message.
+
+    Text parts are read under the names that OpenAI, Anthropic, Google and Amazon give them, refusals and citations
+    included. Other parts of answers and tool results (reasoning, calls, searches, code that a provider ran) are left
+    out, which the log says once for each kind but calls and reasoning. Raises `PromptError` for images, audio, video
+    and files, and for what is no content.
+    """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(f"Got the message {message!r}; expected a mapping with a string under 'role'.")
     content = message.get("content")
@@ -288,19 +332,45 @@ def text_of(message: Message) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, Sequence):
-        return "".join(_text_of_part(part) for part in content)
+        return "".join(_text_of_part(part, message["role"]) for part in content)
     raise PromptError(f"Got content of type {type(content).__name__}; expected a string or text parts.")
 
 
-def _text_of_part(part: object) -> str:
+def _text_of_part(part: object, role: str) -> str:  # noqa: C901 - one case after the other
     if isinstance(part, str):
         return part
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    kind: object = type(part).__name__
+    if isinstance(part, Mapping):
+        # Google's and Amazon's parts have no type; their first key names them.
+        kind = part.get("type") or next((key for key in part if key != "thought"), None)
+    if isinstance(part, Mapping) and isinstance(kind, str):
+        source = part.get("source")
+        if kind == "document" and isinstance(source, Mapping) and isinstance(source.get("data"), str):
+            if source.get("type") == "text":
+                return str(source["data"])
+        elif kind in _HOLDERS:
+            inside: Any = part
+            for key in _HOLDERS[kind]:
+                inside = inside.get(key) if isinstance(inside, Mapping) else None
+            return text_of({"role": role, "content": [inside] if isinstance(inside, Mapping) else inside})
+        if kind in _CACHE_POINTS or (role == "assistant" and (kind in _UNSENT or part.get("thought") is True)):
+            return ""
+        is_media = kind in _FILES or any(name in kind for name in _MEDIA)
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if isinstance(text, str) and not is_media and kind not in _UNSENT:
+            return text
+        if role in ("assistant", "tool") and not is_media and kind not in _UNSENT | {"text"}:
+            _log_left_out(kind)
+            return ""
     raise PromptError(
-        f"Got a content part of type {kind!r}; a text model takes parts of the form {{'type': 'text', 'text': ...}}."
+        f"Got a content part of type {kind!r} in a {role} message; a text model takes parts of the form "
+        "{'type': 'text', 'text': ...}. Describe it in words, or leave it out."
     )
+
+
+@functools.cache
+def _log_left_out(kind: str) -> None:
+    logger.warning("Content parts of type %r are no text, and are left out of prompts.", kind)
 
 
 def filled(messages: Sequence[Message], reference: PackRef) -> tuple[Turn, ...]:
@@ -375,18 +445,46 @@ class TurnShaper:
         # Some templates show tool results only after the call.
         self._tool = shows(user, calling(f"n{token}") if self._calls else answer, result)
         self._runs = shows(user, {"role": "user", "content": token})
+        system = {"role": "system", "content": token}
+
+        def shows_both(*messages: dict[str, Any]) -> bool:
+            return (render(list(messages), None) or "").count(token) > 1
+
+        self._second = shows_both(system, system, user)
+        self._later = shows_both(system, user, answer, system, user) and shows(user, answer, system, user)
+        self.names = frozenset(
+            role
+            for role, before in (("system", ()), ("user", ()), ("assistant", (user,)))
+            if shows(*before, {"role": role, "content": "x", "name": f"n{token}"}, *([] if before else [user]))
+        )
+        """Roles whose names the template shows."""
 
     def shape(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
         """Return `turns` with everything that the template lacks rendered as stated above."""
         shaped = [self._shape_tools(turn) for turn in (_one_by_one(turns) if self._one_call else turns)]
-        if not self._system and shaped[0].role == "system":
-            if len(shaped) > 1 and shaped[1].role == "user":
-                shaped[:2] = [_joined(replace(shaped[0], role="user"), shaped[1])]
+        start = next((at for at, turn in enumerate(shaped) if turn.role != "system"), len(shaped))
+        kept = [self._system, *([self._second] * (start - 1)), *([self._later] * (len(shaped) - start))]
+        lost = [at for at, turn in enumerate(shaped) if turn.role == "system" and not kept[at]]
+        if lost and lost[0] and shaped[0].role == "system":
+            for at in lost:
+                shaped[0] = _joined(shaped[0], shaped[at])
+            shaped = [turn for at, turn in enumerate(shaped) if at not in lost]
+            lost = []
+        return self.moved(shaped, lost)
+
+    def moved(self, turns: Sequence[Turn], lost: Sequence[int]) -> tuple[Turn, ...]:
+        """Return `turns` with those at `lost`, system messages and tool results, as text of the user."""
+        shaped = list(turns)
+        for at in reversed(lost):
+            user = _result(shaped[at]) if shaped[at].role == "tool" else replace(shaped[at], role="user")
+            followers = [other for other in range(at + 1, len(shaped)) if shaped[other].role == "user"]
+            # The opening message stays in front, and a result keeps its place.
+            if followers and shaped[at].role == "system" and (at or followers[0] == 1):
+                shaped[followers[0]] = _joined(user, shaped[followers[0]])
+                del shaped[at]
             else:
-                shaped[0] = replace(shaped[0], role="user")
-        if not self._runs:
-            shaped = _merged(shaped)
-        return tuple(shaped)
+                shaped[at] = user
+        return tuple(shaped if self._runs else _merged(shaped))
 
     def offer(self, turns: Sequence[Turn], tools: Sequence[Tool], form: ToolFormat) -> tuple[Turn, ...]:
         """List `tools` in the system message, unless the template shows them itself."""
@@ -397,8 +495,7 @@ class TurnShaper:
 
     def _shape_tools(self, turn: Turn) -> Turn:
         if turn.role == "tool" and not self._tool:
-            name = turn.extra.get("name", "tool")
-            return Turn("user", (f"[tool result: {name}]\n", *turn.segments))
+            return _result(turn)
         if turn.tool_calls and not self._calls:
             calls = "\n".join(
                 f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
@@ -415,6 +512,11 @@ class TurnShaper:
             pairs = zip(turn.tool_calls, as_text, strict=True)
             return replace(turn, tool_calls=tuple({**call, "function": function} for call, function in pairs))
         return turn
+
+
+def _result(turn: Turn) -> Turn:
+    """A tool message as a user message."""
+    return Turn("user", (f"[tool result: {turn.extra.get('name', 'tool')}]\n", *turn.segments))
 
 
 def _one_by_one(turns: Sequence[Turn]) -> list[Turn]:

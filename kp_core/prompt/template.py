@@ -71,7 +71,7 @@ class ChatTemplate:
         """How the model writes tool calls."""
         self.thought = thought_of(self.source)
         """The marks around reasoning at the beginning of an answer, or `None`."""
-        self._warned = False
+        self._warned: set[str] = set()
         self._prefixes: dict[Hashable, Prefix] = {}
         self.carries_packs = self._finds_packs()
         """Whether packs can be found in prompts. A template that changes the text of messages hides them, and they go
@@ -226,9 +226,12 @@ class ChatTemplate:
         references = [segment for turn in turns for segment in turn.segments if isinstance(segment, PackRef)]
         # Letters of both cases reveal a template that changes case.
         sign = f"<{secrets.token_hex(8)}Mm:"
-        signs = [[(at, f"{sign}{mark}>") for at, mark in marks] for marks in _marks(turns)]
+        marks_by_turn = _marks(turns)
+        signs = [[(at, f"{sign}{mark}>") for at, mark in marks] for marks in marks_by_turn]
         marked = [self._message(turn, inside) for turn, inside in zip(turns, signs, strict=True)]
         stripped, places = _unmarked(self._render(*change((marked, options))), sign)
+        if stripped == text and (lost := self._lost(turns, marks_by_turn, places)):
+            return self._prompt(self._shaper.moved(turns, lost), switches, add_generation_prompt=add_generation_prompt)
         # A template that treats marked text differently hides where packs are; they then go as text.
         packs, break_chars = _places(references, text, places) if stripped == text else ([], [])
         if references and stripped != text:
@@ -255,6 +258,28 @@ class ChatTemplate:
                 spans.append(Span(first, last, reference, (start, stop)))
         breaks = tuple(sorted({encoded.token_at(char) for char in break_chars}))
         return Prompt(encoded.ids, tuple(spans), breaks, text, as_text=tuple(texts))
+
+    def _lost(
+        self, turns: Sequence[Turn], marks: Sequence[Sequence[tuple[int, str]]], places: Mapping[str, list[int]]
+    ) -> list[int]:
+        """Return the system messages and tool results that the template left out; raises for other messages."""
+        lost = []
+        for at, turn in enumerate(turns):
+            if "name" in turn.extra and turn.role not in self._shaper.names | {"tool"}:
+                self._warn(turn.role, "This chat template shows no names, e.g. of %s messages.")
+            expected = {mark for _, mark in marks[at] if mark[0] in ("k" if turn.role == "assistant" else "mk")}
+            if not expected or expected & places.keys():
+                continue
+            if turn.role in ("system", "tool"):
+                lost.append(at)
+            elif turn.tool_calls:
+                self._warn("tool calls", "This chat template does not show the text beside %s.")
+            else:
+                raise TemplateError(
+                    f"The chat template leaves out message {at} ({turn.role}): {turn.content[:40]!r}. Leave it out "
+                    "of the conversation, or use a template that shows it."
+                )
+        return lost
 
     def _message(self, turn: Turn, signs: Sequence[tuple[int, str]] = ()) -> dict[str, Any]:
         """Return the message of `turn`, with packs as their text and `signs` at their positions."""
@@ -292,10 +317,11 @@ class ChatTemplate:
         except TemplateError:  # The template may refuse this probe and accept other conversations.
             return True
 
-    def _warn(self, what: str) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning("This chat template changes the text of messages: %s.", what)
+    def _warn(self, what: str, message: str = "This chat template changes the text of messages: %s.") -> None:
+        """Log a warning of one kind once."""
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, what)
 
     def _written(self) -> str:
         """Return all literal text of the template, or of all templates if there are several."""
@@ -345,7 +371,11 @@ def _checked(span: Span, encoded: Encoded) -> tuple[str, str]:
 
 
 def _marks(turns: Sequence[Turn]) -> list[list[tuple[int, str]]]:
-    """For each turn, return the marks where packs begin and end (`b0`, `e0`, …) and messages begin (`m`).
+    """For each turn, return the marks where packs begin and end (`b0`, `e0`, …) and messages begin (`m0`, `m1`, …).
+
+    Opening system messages and answers have a mark `k0`, `k1`, … at their end, because templates look at the beginning
+    of the former and cut reasoning from the beginning of the latter. An answer that may be nothing but reasoning has
+    none: a mark would make it look like more.
 
     A mark stands inside the outer blanks of its text, so that templates which trim see the same blanks.
     """
@@ -354,13 +384,17 @@ def _marks(turns: Sequence[Turn]) -> list[list[tuple[int, str]]]:
     for index, turn in enumerate(turns):
         marks, at = [], 0
         if (index or turn.role != "system") and turn.content.strip():
-            marks.append((_leading(turn.content), "m"))
+            marks.append((_leading(turn.content), f"m{index}"))
         for segment in turn.segments:
             if isinstance(segment, PackRef):
                 text = segment.text
                 marks += [(at + _leading(text), f"b{number}"), (at + len(text.rstrip()), f"e{number}")]
                 number += 1
             at += len(segment.text if isinstance(segment, PackRef) else segment)
+        end = turn.content.rstrip()
+        is_answer = turn.role == "assistant" and not end.endswith((">", "]"))
+        if end and (is_answer or (turn.role == "system" and not index)):
+            marks.append((len(end), f"k{index}"))
         by_turn.append(marks)
     return by_turn
 
@@ -390,7 +424,7 @@ def _places(
             start -= len(lead) if text[:start].endswith(lead) else 0
             stop += len(trail) if text.startswith(trail, stop) else 0
             packs.append((start, stop, reference))
-    return packs, found.get("m", [])
+    return packs, [at for mark, positions in found.items() if mark[0] == "m" for at in positions]
 
 
 def _leading(text: str) -> int:

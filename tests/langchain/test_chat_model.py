@@ -7,9 +7,10 @@ import sys
 import threading
 
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, trim_messages
 from pydantic import ValidationError
 
+import kp_core
 from kp_core.engines import shared
 from kp_core.engines.hf import loading
 from kp_core.errors import (
@@ -19,8 +20,10 @@ from kp_core.errors import (
     SamplingError,
     ToolError,
 )
+from kp_core.testing import tiny_model
 from kp_langchain import ChatKnowledgePacks, to_messages
 from tests.conftest import tiny_engine, until
+from tests.core.prompt.families import FAMILIES
 
 CHAT = [SystemMessage("Be brief."), HumanMessage("Name a colour.")]
 
@@ -251,3 +254,15 @@ def test_public_names():
 
     assert sorted(kp_langchain.__all__) == kp_langchain.__all__
     assert all(hasattr(kp_langchain, name) for name in kp_langchain.__all__)
+
+
+@pytest.mark.parametrize("family", ["gemma", "mistral", "magistral"])
+def test_messages_that_a_template_refuses_are_counted_as_text(family):
+    engine = kp_core.load_engine(tiny_model("llama"), tokenizer=FAMILIES[family].tokenizer())
+    chat = ChatKnowledgePacks(engine=engine)
+    said = [HumanMessage("one two"), AIMessage("three four"), HumanMessage("five six"), AIMessage("seven eight")]
+    for start in range(4):
+        for stop in range(start + 1, 5):
+            assert chat.get_num_tokens_from_messages(said[start:stop]) > 0
+    kept = trim_messages(said, max_tokens=60, token_counter=chat, strategy="last")
+    assert kept == said[-len(kept) :]

@@ -109,3 +109,22 @@ def test_a_place_that_moves_is_refused(messages, complaint):
 def test_variables_and_placeholders_behind_the_documents_do_not_matter():
     prompt = ChatPromptTemplate([("system", "{context}"), MessagesPlaceholder("history"), ("human", "{context}{x}")])
     assert [message["content"] for message in pack_place(prompt)] == ["{pack}", "?", "??"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "reasoning", "summary": []}, {"type": "web_search_call", "id": "1"}, {"type": "text", "text": "yes"}],
+        [{"type": "redacted_thinking", "data": "x"}, {"type": "output_text", "text": "yes"}],
+        [{"type": "server_tool_use", "id": "1", "name": "web_search", "input": {}}, {"type": "text", "text": "yes"}],
+        [{"type": "executable_code", "executable_code": "1"}, {"type": "code_execution_result"}, "yes"],
+        [{"type": "non_standard", "value": {"type": "mcp_call", "id": "1"}}, {"type": "text", "text": "yes"}],
+        [{"type": "refusal", "refusal": "yes"}],
+    ],
+    ids=str,
+)
+def test_answers_of_other_models_go_on_with_ours(content):
+    message = AIMessage(content)
+    standard = AIMessage(content_blocks=message.content_blocks)
+    for answer in (message, standard) if content[0]["type"] != "refusal" else (message,):
+        assert to_messages([answer]) == [{"role": "assistant", "content": "yes"}]

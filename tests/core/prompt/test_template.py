@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -6,8 +7,9 @@ from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, PackStore, Pa
 from kp_core import Packs as Store
 from kp_core.errors import PromptError, TemplateError
 from kp_core.packs.view import PackRef, why_unresolved
-from kp_core.prompt.conversation import placed, unresolved
+from kp_core.prompt.conversation import placed, text_of, unresolved
 from kp_core.testing import CHATML, tiny_tokenizer
+from tests.core.prompt.families import FAMILIES
 
 HANDLE, OTHER, FOREIGN = (f"kp:{space}/{letter * 21}" for space, letter in (("a", "a"), ("a", "b"), ("b", "a")))
 
@@ -473,3 +475,244 @@ def test_text_parts_are_joined():
     made = template("plain")
     parts = [{"type": "text", "text": "Who "}, "keeps it?"]
     assert made.render([{"role": "user", "content": parts}]) == made.render("Who keeps it?")
+
+
+TWO_ROLES = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
+    "\n{% endif %}{% endfor %}"
+)
+SYSTEM_FIRST = "{% if messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}" + TWO_ROLES
+LAST_SYSTEM = (
+    "{% set ns = namespace(s='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.s = m.content %}"
+    "{% endif %}{% endfor %}{{ ns.s }}\n" + TWO_ROLES
+)
+GUARD = "Never name a price."
+
+
+def _conversation(roles):
+    """Messages of `roles` (letters), with texts that tell them apart."""
+    full = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    return [{"role": full[role], "content": f"{role}{at}. {GUARD}"} for at, role in enumerate(roles)]
+
+
+@pytest.mark.parametrize("name", ["two roles", "system first", "last system", *FAMILIES])
+def test_no_message_vanishes(name):
+    own = {"two roles": TWO_ROLES, "system first": SYSTEM_FIRST, "last system": LAST_SYSTEM}
+    template = ChatTemplate(tiny_tokenizer(own[name]) if name in own else FAMILIES[name].tokenizer())
+    for roles in ("su", "ssu", "suasu", "ssuasu", "uasu", "suas", "usu", "suassu", "suasuasu", "sus", "suau", "sua"):
+        text = template.text(template.render(_conversation(roles)))
+        for at, role in enumerate(roles):
+            assert text.count(f"{role}{at}. {GUARD}") == 1, (roles, at, text)
+
+
+@pytest.mark.parametrize(
+    ("source", "roles", "expected"),
+    [
+        (TWO_ROLES, "uasu", ["u0", "a1", "s2", "u3"]),
+        (TWO_ROLES, "suas", ["s0", "u1", "a2", "s3"]),
+        (SYSTEM_FIRST, "suasu", ["s0", "s3", "u1", "a2", "u4"]),
+        (SYSTEM_FIRST, "uasasu", ["u0", "a1", "a3", "s2", "s4", "u5"]),
+        (LAST_SYSTEM, "ssuasu", ["s0", "s1", "s4", "u2", "a3", "u5"]),
+    ],
+)
+def test_later_system_messages_go_where_the_template_keeps_them(source, roles, expected):
+    template = ChatTemplate(tiny_tokenizer(source))
+    text = template.text(template.render(_conversation(roles)))
+    assert re.findall(r"[suat]\d", text) == expected
+
+
+@pytest.mark.parametrize("name", ["two roles", "system first", "gemma", "mistral", "gemma4"])
+def test_packs_in_a_moved_message_are_still_found(name):
+    own = {"two roles": TWO_ROLES, "system first": SYSTEM_FIRST}
+    template = ChatTemplate(tiny_tokenizer(own[name]) if name in own else FAMILIES[name].tokenizer())
+    said = [*_conversation("sua"), {"role": "system", "content": f"Know this:\n{HANDLE}\n{GUARD}"}, *_conversation("u")]
+    for placement in ("in_place", "system"):
+        view = Packs(**{HANDLE: "Orla Venn keeps the light of Veyl."}).view()
+        prompt = template.render(said, view=view, placement=placement)
+        assert [span.handle for span in prompt.spans] == [HANDLE]
+        template.verify(prompt)
+        assert GUARD in template.text(prompt)
+
+
+def test_a_system_message_that_is_shown_only_before_a_last_user_message_stays():
+    """Mistral's template drops it as soon as the conversation ends with a tool result."""
+    template = ChatTemplate(FAMILIES["mistral"].tokenizer())
+    call = {"id": "call00001", "function": {"name": "weather", "arguments": {}}}
+    said = [
+        *_conversation("su"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "rain", "tool_call_id": "call00001"},
+    ]
+    start, whole = template.render(said[:2]), template.render(said)
+    assert template.text(whole).startswith(template.text(start))
+
+
+def test_tool_results_that_a_template_drops_become_text():
+    """This template shows a result only directly behind its call."""
+    source = (
+        "{% for m in messages %}{% if m.role != 'tool' %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}\n"
+        "{% elif messages[loop.index0 - 1].tool_calls %}result: {{ m.content }}\n{% endif %}{% endfor %}"
+    )
+    template = ChatTemplate(tiny_tokenizer(source))
+    said = [*_conversation("ua"), {"role": "tool", "content": "rain", "name": "weather"}]
+    assert "user: [tool result: weather]\nrain" in template.text(template.render(said))
+
+
+def test_other_messages_that_a_template_drops_are_refused():
+    template = ChatTemplate(tiny_tokenizer("{{ messages[-1].content }}"))
+    with pytest.raises(TemplateError, match=r"leaves out message 0 \(user\): 'u0"):
+        template.render(_conversation("uau"))
+
+
+def test_names_and_text_beside_calls_that_a_template_drops_are_logged_once(caplog):
+    template = ChatTemplate(FAMILIES["mistral"].tokenizer())
+    call = {"id": "call00001", "function": {"name": "weather", "arguments": {}}}
+    said = [
+        {"role": "user", "name": "ada", "content": "Rain?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "content": "rain", "tool_call_id": "call00001"},
+    ]
+    for _ in range(2):
+        template.render(said)
+    logged = [record.getMessage() for record in caplog.records]
+    assert [text for text in logged if "names" in text or "beside" in text] == [
+        "This chat template shows no names, e.g. of user messages.",
+        "This chat template does not show the text beside tool calls.",
+    ]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_empty_messages_and_nothing_but_reasoning_are_no_loss(name):
+    template = ChatTemplate(FAMILIES[name].tokenizer())
+    for empty in ("", " \n", "<think>\nHm.\n</think>", "[THINK]Hm.[/THINK]"):
+        said = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": empty},
+            {"role": "user", "content": "b"},
+        ]
+        template.render(said)
+
+
+def test_messages_are_rendered_no_more_often_than_before(monkeypatch):
+    template = ChatTemplate(tiny_tokenizer(SYSTEM_FIRST))
+    counted, render = [], template._render
+    monkeypatch.setattr(template, "_render", lambda *given: counted.append(1) or render(*given))
+    template.render(_conversation("suasu"))
+    assert len(counted) == 2
+
+
+TEXT_PARTS = [
+    {"type": "text", "text": "yes"},
+    {"type": "output_text", "text": "yes", "annotations": []},
+    {"type": "input_text", "text": "yes"},
+    {"type": "text-plain", "text": "yes", "mime_type": "text/plain"},
+    {"type": "refusal", "refusal": "yes"},
+    {"text": "yes"},
+    {"type": "non_standard", "value": {"type": "output_text", "text": "yes"}},
+    {"type": "document", "source": {"type": "text", "data": "yes", "media_type": "text/plain"}},
+    {"type": "search_result", "source": "x", "title": "t", "content": [{"type": "text", "text": "yes"}]},
+    {"type": "tool_result", "tool_use_id": "1", "content": "yes"},
+    {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "yes"}]},
+    {"toolResult": {"toolUseId": "1", "content": [{"text": "yes"}]}},
+    {"citationsContent": {"content": [{"text": "yes"}], "citations": []}},
+    {"guardContent": {"text": {"text": "yes", "qualifiers": []}}},
+]
+LEFT_OUT = [
+    *(
+        {"type": kind, "id": "1", "data": "x"}
+        for kind in [
+            "redacted_thinking",
+            "server_tool_use",
+            "server_tool_call",
+            "server_tool_call_chunk",
+            "server_tool_result",
+            "web_search_call",
+            "web_search_tool_result",
+            "web_fetch_tool_result",
+            "code_execution_tool_result",
+            "bash_code_execution_tool_result",
+            "text_editor_code_execution_tool_result",
+            "mcp_tool_use",
+            "mcp_tool_result",
+            "mcp_call",
+            "mcp_list_tools",
+            "mcp_approval_request",
+            "file_search_call",
+            "computer_call",
+            "code_interpreter_call",
+            "local_shell_call",
+            "custom_tool_call",
+            "function_call",
+            "tool_use",
+            "tool_call",
+            "tool_call_chunk",
+            "invalid_tool_call",
+            "reasoning",
+            "thinking",
+            "reasoning_content",
+            "executable_code",
+            "code_execution_result",
+            "item_reference",
+            "compaction",
+        ]
+    ),
+    {"type": "thinking", "thinking": "hm", "text": "hm"},
+    {"type": "non_standard", "value": {"type": "web_search_call", "status": "completed"}},
+    {"reasoningContent": {"reasoningText": {"text": "hm"}}},
+    {"toolUse": {"toolUseId": "1", "name": "f", "input": {}}},
+    {"cachePoint": {"type": "default"}},
+    {"thought": True, "text": "hm"},
+    {"executableCode": {"code": "1 + 1", "language": "PYTHON"}},
+    {"codeExecutionResult": {"outcome": "OUTCOME_OK", "output": "2"}},
+    {"functionCall": {"name": "f", "args": {}}},
+]
+MEDIA = [
+    *(
+        {"type": kind}
+        for kind in [
+            "image",
+            "image_url",
+            "input_image",
+            "image_generation_call",
+            "audio",
+            "input_audio",
+            "video",
+            "video_url",
+            "file",
+            "input_file",
+            "document",
+            "media",
+            "computer_screenshot",
+        ]
+    ),
+    {"inlineData": {"mimeType": "image/png", "data": ""}},
+    {"image": {"format": "png"}},
+    {"type": "non_standard", "value": {"type": "image"}},
+    {"type": "tool_result", "content": [{"type": "image"}]},
+]
+
+
+@pytest.mark.parametrize("part", TEXT_PARTS, ids=str)
+def test_text_of_other_models_is_read_under_all_its_names(part):
+    for role in ("assistant", "tool", "user"):
+        assert text_of({"role": role, "content": ["Oh ", part]}) == "Oh yes"
+
+
+@pytest.mark.parametrize("part", LEFT_OUT, ids=str)
+def test_what_is_no_text_is_left_out_of_answers(part):
+    assert text_of({"role": "assistant", "content": [part, "yes", part]}) == "yes"
+
+
+@pytest.mark.parametrize("part", MEDIA, ids=str)
+def test_images_and_their_like_stay_an_error(part):
+    for role in ("assistant", "tool", "user"):
+        with pytest.raises(PromptError, match="content part of type"):
+            text_of({"role": role, "content": ["yes", part]})
+
+
+def test_the_log_names_what_is_left_out_once(caplog):
+    for _ in range(2):
+        text_of({"role": "assistant", "content": [{"type": "a_search_of_its_own"}, {"type": "a_search_of_its_own"}]})
+    assert [record.getMessage() for record in caplog.records] == [
+        "Content parts of type 'a_search_of_its_own' are no text, and are left out of prompts."
+    ]
