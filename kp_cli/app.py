@@ -29,13 +29,11 @@ _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 _COMMANDS = {
     "demo": ("demo", "See in a minute what packs do, with the bundled model."),
-    "build": ("knowledge", "Make a collection of the facts in files or a dataset, or go on with an interrupted build."),
-    "add": ("knowledge", "Add facts to a collection."),
+    "build": ("knowledge", "Make a collection of facts and files, add to it, or go on with an interrupted build."),
     "edit": ("knowledge", "Correct what a fact or a pack says, by a line behind it."),
     "remove": ("knowledge", "Remove facts, and packs that no fact uses then."),
     "search": ("searching", "Find the facts nearest to a question."),
-    "ask": ("asking", "Answer a question from a collection."),
-    "chat": ("asking", "Talk with a model about a collection."),
+    "ask": ("asking", "Answer from a collection: one question, or one after another."),
     "play": ("play", "A page in the browser: packs and text side by side."),
     "status": ("checking", "What a collection, store or pack file holds; with --cost, what packs would take."),
     "verify": ("checking", "Check that a collection, a store of packs or a pack file can be trusted."),
@@ -49,6 +47,8 @@ _COMMANDS = {
 """Each command: its module, which is imported on call, as some take seconds; and its help."""
 
 _GONE = {
+    "add": "use `kp build COLLECTION [FILE...] [--fact TEXT]`",
+    "chat": "use `kp ask COLLECTION`, without a question",
     **dict.fromkeys(("up", "down"), "`kp serve`, `kp play` or a Python process keeps a model loaded"),
     "gc": "use `kp remove COLLECTION --unused`",
     "inspect": "use `kp status PATH`",

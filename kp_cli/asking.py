@@ -1,4 +1,4 @@
-"""`kp ask`, `kp chat`: a model answers from a collection."""
+"""`kp ask`: a model answers from a collection, one question or one after another."""
 
 from __future__ import annotations
 
@@ -38,13 +38,11 @@ from kp_core.engines.request import Mismatch, Order
 from kp_core.errors import ContextOverflowError, FactError, SteeringError
 from kp_core.steering import load_steering
 
-__all__ = ["ask", "chat"]
+__all__ = ["ask"]
 
 logger = logging.getLogger(__name__)
 
 _NOTHING = "none, as no fact passes the filter"
-
-_MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 
 
 @dataclass(frozen=True)
@@ -101,10 +99,12 @@ class _AskOptions(SearchOptions, ModelOptions, PlaceOptions):
 @spread
 def ask(  # noqa: PLR0913 - one parameter per option or group of options
     place: Place,
-    question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to answer.")],
+    question: Annotated[
+        str | None, typer.Argument(metavar="[QUESTION]", help="What to answer. Without it: type one after another.")
+    ] = None,
     *,
-    k: Annotated[int, typer.Option("-k", min=1, help="How many facts.")] = 3,
-    max_tokens: _MaxTokens = 64,
+    k: Annotated[int, typer.Option("-k", min=1, help="How many facts per question.")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 64,
     text: Annotated[bool, typer.Option("--text", help="Send the facts as text, as plain RAG does.")] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show where the KV of each part of the prompt would come from; no answer.")
@@ -112,7 +112,16 @@ def ask(  # noqa: PLR0913 - one parameter per option or group of options
     options: _AskOptions,
     as_json: JsonFlag = False,
 ) -> None:
-    """Answer a question from a collection: the answer as it comes, its sources, and what it cost."""
+    """Answer a question from a collection: the answer as it comes, its sources, and what it cost.
+
+    Without a question it is a conversation: an empty line or Ctrl-D ends it, Ctrl-C the current answer. Facts are
+    searched with what you type alone, so name what you ask about, also in a second question.
+    """
+    if question is None:
+        if text or explain or as_json:
+            raise typer.BadParameter("--text, --explain and --json go with a QUESTION.")
+        _converse(place, options, k, max_tokens)
+        return
     with ExitStack() as stack:
         asker = _Asker(stack, place, options, max_tokens, lazy=explain, once=True)
         results = asker.search(question, k)
@@ -133,18 +142,8 @@ def ask(  # noqa: PLR0913 - one parameter per option or group of options
     tell(report, "\n".join(lines), as_json=as_json)
 
 
-@spread
-def chat(
-    place: Place,
-    *,
-    k: Annotated[int, typer.Option("-k", min=1, help="How many facts per question.")] = 3,
-    max_tokens: _MaxTokens = 128,
-    options: _AskOptions,
-) -> None:
-    """Talk with a model about a collection. An empty line or Ctrl-D ends the chat, Ctrl-C the current answer.
-
-    Facts are searched with what you type alone, so name what you ask about, also in a second question.
-    """
+def _converse(place: str, options: _AskOptions, k: int, max_tokens: int) -> None:
+    """Answer what is typed, until an empty line."""
     with ExitStack() as stack:
         asker = _Asker(stack, place, options, max_tokens)
         out, messages = console(), list[Message]()

@@ -29,7 +29,7 @@ _ALPHAS = {-1.0: "casual", 0.0: "as it is", 1.5: "formal"}
 _NEXT = (
     ("kp build notes FOLDER", "your own files: PDF, Word, Markdown, HTML, text"),
     ("kp ask notes QUESTION", "its packs are compiled by the first question that needs them"),
-    ("kp chat notes", "go on asking"),
+    ("kp ask notes", "go on asking"),
     ("kp --help", "all else; README.md has LangChain, LlamaIndex, Python"),
 )
 

@@ -1,4 +1,4 @@
-"""`kp build`, `add`, `edit`, `remove`: add facts to collections, correct and remove them."""
+"""`kp build`, `edit`, `remove`: add facts to collections, correct and remove them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from kp_core.packs.store import PackStore
 from kp_core.progress import bar_of
 from kp_serve.engine import VLLMEngine
 
-__all__ = ["SourceOptions", "add", "build", "edit", "remove"]
+__all__ = ["SourceOptions", "build", "edit", "remove"]
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class SourceOptions:
 
 
 @spread
-def build(  # noqa: PLR0913 - one parameter per option or group of options
+def build(  # noqa: C901, PLR0913 - one parameter per option or group of options, and their checks
     place: Place,
     files: Annotated[
         list[Path] | None,
@@ -116,6 +116,10 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
         ),
     ] = None,
     *,
+    fact: Annotated[list[str] | None, typer.Option("--fact", metavar="TEXT", help="A fact; may be repeated.")] = None,
+    fact_id: Annotated[str, typer.Option("--id", help="Id of the one --fact; default: a digest of it.")] = "",
+    title: Annotated[str, typer.Option(help="Title of --fact.")] = "",
+    replace: Annotated[bool, typer.Option("--replace", help="Replace facts that have the same ids.")] = False,
     bank_size: Annotated[
         int | None,
         typer.Option(
@@ -141,67 +145,43 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a collection from files or a dataset, or continue an interrupted build.
+    """Make a collection, add facts to it, or continue an interrupted build.
 
-    Facts are stored as they are read. Facts that are already stored are not embedded again.
+    Facts are stored as they are read. Facts that are already stored are not embedded again. --replace also removes the
+    packs of old texts.
     """
-    if not files and source.dataset is None and not (is_collection(place) and (compiled or bank_size)):
+    texts = fact or []
+    if not (files or texts or source.dataset) and not (is_collection(place) and (compiled or bank_size)):
         if Path(place).exists() and not is_collection(place):
             raise typer.BadParameter(f"Got no name. `kp build NAME {place}` makes one of {place}.")
-        raise typer.BadParameter("Got neither files nor --dataset; give at least one.")
+        raise typer.BadParameter("Got neither files nor --fact nor --dataset; give one.")
+    if (fact_id and len(texts) != 1) or (title and not texts):
+        raise typer.BadParameter("--id goes with exactly one --fact, and --title with --fact.")
+    new_facts = [Fact(text, title=title, id=fact_id, namespace=source.namespace or "default") for text in texts]
     skipped: list[SourceError] = []
-    facts = source.facts(files or [], skipped)
+    facts = itertools.chain(new_facts, source.facts(files or [], skipped))
     # A missing model must fail before hours of embedding.
     session = model.load() if compiled else None
     if session is not None and isinstance(session.engine, VLLMEngine) and compress is not None:
         raise typer.BadParameter(f"Got --compress {compress}, but `kp serve --compress` decides for a server.")
-    with options.open(place, new=True, wait=wait, bank_size=bank_size) as collection:
-        report = _ingest(collection, facts, files, skipped, ttl=source.ttl)
+    with options.open(place, new=not replace, wait=wait, bank_size=bank_size) as collection:
+        if replace and fact_id:
+            collection.get(fact_id, namespace=new_facts[0].namespace)  # An unknown id is an error.
+        report = _ingest(collection, facts, files, skipped, ttl=source.ttl, overwrite=replace)
+        folder = options.folder(place, collection)
+        if replace:
+            _collect(collection, folder)
         if bank_size:
             collection.rebuild()
         if not as_json:
             tell(report, _ingested(report), as_json=False)
         if session is not None:
-            folder = options.folder(place, collection)
             delivery = Delivery(collection, session, folder, unit=unit, kv=kv, compress=compress or "none")
             report["plan"] = _compile(delivery, session, as_json=as_json)
         if not as_json and len(collection):
             typer.echo(fitted(f'`kp ask {place} "QUESTION"` answers from it.'))
     if as_json:
         print_json(report)
-
-
-@spread
-def add(  # noqa: PLR0913 - one parameter per option or group of options
-    place: Place,
-    files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE...]", help="Files as for `kp build`.")] = None,
-    *,
-    fact: Annotated[list[str] | None, typer.Option("--fact", metavar="TEXT", help="A fact; may be repeated.")] = None,
-    fact_id: Annotated[str, typer.Option("--id", help="Id of the one --fact; default: a digest of it.")] = "",
-    title: Annotated[str, typer.Option(help="Title of --fact.")] = "",
-    replace: Annotated[bool, typer.Option("--replace", help="Replace facts that have the same ids.")] = False,
-    source: SourceOptions,
-    options: PlaceOptions,
-    wait: _Wait = 0.0,
-    as_json: JsonFlag = False,
-) -> None:
-    """Add facts to a collection. --replace also removes the packs of old texts."""
-    texts = fact or []
-    if not files and not texts and source.dataset is None:
-        raise typer.BadParameter("Got neither files nor --fact nor --dataset; give at least one.")
-    if fact_id and len(texts) != 1:
-        raise typer.BadParameter("--id goes with exactly one --fact.")
-    skipped: list[SourceError] = []
-    facts = source.facts(files or [], skipped)
-    with options.open(place, wait=wait) as collection:
-        new_facts = [Fact(text, title=title, id=fact_id, namespace=source.namespace or "default") for text in texts]
-        if replace and fact_id:
-            collection.get(fact_id, namespace=new_facts[0].namespace)  # An unknown id is an error.
-        facts = itertools.chain(new_facts, facts)
-        report = _ingest(collection, facts, files, skipped, ttl=source.ttl, overwrite=replace)
-        if replace:
-            _collect(collection, options.folder(place, collection))
-    tell(report, _ingested(report), as_json=as_json)
 
 
 @spread

@@ -37,7 +37,7 @@ def at_once(thin: Session, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_names_every_command_and_the_exit_codes(kp: Kp) -> None:
     code, out, _ = kp("--help")
     assert code == 0
-    for command in ("build", "add", "remove", "search", "ask", "chat", "status", "verify", "doctor"):
+    for command in ("build", "remove", "search", "ask", "status", "verify", "doctor"):
         assert f"│ {command} " in out
         assert kp(command, "--help")[0] == 0
     assert "Exit codes" in out
@@ -61,7 +61,7 @@ def test_a_dataset_is_read_beside_files(kp: Kp, tmp_path: Path, monkeypatch: pyt
     assert len(report["skipped"]) == 1
     [hit] = as_json(kp("search", "bank", "Who wrote the Grey Tide?", "-k", "1", "--json"))["hits"]
     assert (hit["text"], hit["title"], hit["source"]) == (FACTS[2]["text"], "Novel", "set/train")
-    again = as_json(kp("add", "bank", *named, "--on-error", "skip", "--json"))
+    again = as_json(kp("build", "bank", *named, "--on-error", "skip", "--json"))
     assert (again["added"], again["duplicates"]) == (0, 4)
 
 
@@ -85,7 +85,7 @@ def test_a_dataset_that_is_not_there_leaves_nothing_behind(kp: Kp, tmp_path: Pat
 
 
 def test_brackets_are_printed_as_they_are(kp: Kp, bank: Path, at_once: None) -> None:
-    assert kp("add", "bank", "--fact", "Glyphs of [/orrelay] are [red]red[/red].", "--title", "[b]Glyphs[/]")[0] == 0
+    assert kp("build", "bank", "--fact", "Glyphs of [/orrelay] are [red]red[/red].", "--title", "[b]Glyphs[/]")[0] == 0
     code, out, _ = kp("search", "bank", "What are the glyphs of Orrelay?", "-k", "1")
     assert code == 0
     assert "[b]Glyphs[/]" in out
@@ -103,11 +103,11 @@ def test_build_search_add_remove(kp: Kp, bank: Path) -> None:
     assert "· bank default/0 ·" in kp("search", "bank", "Which bird is it?", "-k", "1", "--probes", "1")[1]
     report = as_json(kp("build", "bank", "facts.jsonl", "--json"))
     assert (report["added"], report["duplicates"], report["facts"]) == (0, 4, 4)
-    assert as_json(kp("add", "bank", "--fact", "The ferry leaves at six.", "--id", "ferry", "--json"))["added"] == 1
-    assert kp("add", "bank", "--fact", "The ferry leaves at nine.", "--id", "ferry")[0] == 1
-    assert kp("add", "bank", "--fact", "The ferry leaves at nine.", "--id", "fery", "--replace")[0] == 1
-    code, out, _ = kp("add", "bank", "--fact", "The ferry leaves at nine.", "--id", "ferry", "--replace")
-    assert (code, out) == (0, "Facts added: 1; already stored: 0; rows skipped: 0.\nNow 5 facts.\n")
+    assert as_json(kp("build", "bank", "--fact", "The ferry leaves at six.", "--id", "ferry", "--json"))["added"] == 1
+    assert kp("build", "bank", "--fact", "The ferry leaves at nine.", "--id", "ferry")[0] == 1
+    assert kp("build", "bank", "--fact", "The ferry leaves at nine.", "--id", "fery", "--replace")[0] == 1
+    code, out, _ = kp("build", "bank", "--fact", "The ferry leaves at nine.", "--id", "ferry", "--replace")
+    assert (code, out.splitlines()[:2]) == (0, ["Facts added: 1; already stored: 0; rows skipped: 0.", "Now 5 facts."])
     [hit] = as_json(kp("search", "bank", "When does the ferry leave?", "-k", "1", "--json"))["hits"]
     assert (hit["id"], hit["text"], hit["bank"]) == ("ferry", "The ferry leaves at nine.", None)
     hits = as_json(kp("search", "bank", "x", "--where", '{"year": {"$lt": 1900}}', "--json"))["hits"]
@@ -138,12 +138,11 @@ def test_rows_that_make_no_fact_stop_a_build_or_are_counted(kp: Kp, tmp_path: Pa
         (["search", "bank", "x", "--where", "{"], 1, "expected JSON"),
         (["search", "bank", "x", "-k", "0"], 2, "-k"),
         (["build", "new", "fact.jsonl"], 1, "Did you mean facts.jsonl?"),
-        (["build", "bank"], 2, "neither files nor --dataset"),
-        (["build", "new", "--compile"], 2, "neither files nor --dataset"),
+        (["build", "new", "--compile"], 2, "neither files nor --fact"),
         (["build", "new", "facts.jsonl", "--encoding", "utf-9"], 1, "Got encoding='utf-9'"),
         (["build", "facts.jsonl", "facts.jsonl"], 1, "facts.jsonl"),
-        (["add", "bank"], 2, "neither files nor --fact"),
-        (["add", "bank", "--fact", "a", "--fact", "b", "--id", "c"], 2, "--id goes with exactly one --fact"),
+        (["build", "bank"], 2, "neither files nor --fact"),
+        (["build", "bank", "--fact", "a", "--fact", "b", "--id", "c"], 2, "--id goes with exactly one --fact"),
         (["remove", "bank"], 2, "neither ids nor --where nor --source"),
         (["remove", "bank", "mil", "--no-vacuum"], 0, ""),
         (["remove", "bank", "b"], 1, "the ids of 2 facts begin so"),
@@ -211,7 +210,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def test_chat_goes_on_until_an_empty_line(kp: Kp, bank: Path, at_once: None, typed: Callable[..., None]) -> None:
     typed("Which bird is on the flag?", "Who wrote the novel?", "", "Never asked.")
-    code, out, _ = kp("chat", "bank", "-k", "1", "--dtype", "float32", "--max-tokens", "8")
+    code, out, _ = kp("ask", "bank", "-k", "1", "--dtype", "float32", "--max-tokens", "8")
     assert code == 0
     assert out.count("packs delivered") == 2
     assert out.index("from Flag ·") < out.index("from Novel ·")
@@ -220,13 +219,13 @@ def test_chat_goes_on_until_an_empty_line(kp: Kp, bank: Path, at_once: None, typ
 def test_chat_looks_where_it_is_told_to(kp: Kp, bank: Path, at_once: None, typed: Callable[..., None]) -> None:
     question = "Which bird is on the flag?"
     typed(question)
-    assert "from Novel · facts.jsonl, Bread" in kp("chat", "bank", "--where", '{"year": 1987}', "--max-tokens", "2")[1]
+    assert "from Novel · facts.jsonl, Bread" in kp("ask", "bank", "--where", '{"year": 1987}', "--max-tokens", "2")[1]
     typed(question)
-    assert "no fact passes the filter" in kp("chat", "bank", "--where", '{"year": 1}', "--max-tokens", "2")[1]
+    assert "no fact passes the filter" in kp("ask", "bank", "--where", '{"year": 1}', "--max-tokens", "2")[1]
     typed(question)
-    assert "no fact of the namespace 'other'" in kp("chat", "bank", "--namespace", "other", "--max-tokens", "2")[2]
+    assert "no fact of the namespace 'other'" in kp("ask", "bank", "--namespace", "other", "--max-tokens", "2")[2]
     typed(question)
-    code, _, err = kp("chat", "bank", "--where", "year", "--max-tokens", "2")
+    code, _, err = kp("ask", "bank", "--where", "year", "--max-tokens", "2")
     assert (code, "expected JSON" in err) == (1, True)
 
 
@@ -237,11 +236,11 @@ def test_chat_forgets_the_oldest_question_when_the_model_can_read_no_more(
     # Of 8,192 positions this leaves room for one question, its fact and the template.
     questions, few = ("Which bird is on the flag?", "Who wrote the novel?", "When is bread baked?"), "8090"
     typed(*questions)
-    code, out, _ = kp("chat", "bank", "-k", "1", "--dtype", "float32", "--max-tokens", few)
+    code, out, _ = kp("ask", "bank", "-k", "1", "--dtype", "float32", "--max-tokens", few)
     assert code == 0
     assert (out.count("packs delivered"), out.count("the oldest question is forgotten")) == (3, 2)
     typed("Which bird? " * 40)
-    code, _, err = kp("chat", "bank", "-k", "1", "--dtype", "float32", "--max-tokens", few)
+    code, _, err = kp("ask", "bank", "-k", "1", "--dtype", "float32", "--max-tokens", few)
     assert (code, "has 8192 positions" in err) == (1, True)
 
 
@@ -251,7 +250,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_chat(bank: Path) -> None:
     import pty
 
     ours, theirs = pty.openpty()
-    command = ("chat", str(bank), "-k", "1", "--max-tokens", "4000")
+    command = ("ask", str(bank), "-k", "1", "--max-tokens", "4000")
     with started(*command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         said = ""

@@ -13,7 +13,7 @@ TINY = ("--engine", "tests.cli.engines:tiny")
 
 def test_a_fact_is_corrected_and_found_so(kp: Kp, bank: Path, tmp_path: Path) -> None:
     long = "The mill of Harrow has four sails. " + "It stands on a hill, and the miller is asleep. " * 16
-    assert kp("add", "bank", "--fact", long, "--id", "harrow")[0] == 0
+    assert kp("build", "bank", "--fact", long, "--id", "harrow")[0] == 0
     about = as_json(kp("edit", "bank", "harr", "--old", "four", "--new", "six", *TINY, "--json"))
     assert (about["how"], len(about["errata"])) == ("amend", 1)
     assert "The mill of Harrow has six sails." in about["errata"][0]

@@ -101,7 +101,7 @@ def test_an_engine_that_offers_nothing_else_answers(kp: Kp, bank: Path) -> None:
 def test_what_is_no_engine_is_refused_in_one_line(
     kp: Kp, bank: Path, engine: str, options: tuple[str, ...], words: str
 ) -> None:
-    for command in (("ask", "bank", "Which bird?"), ("chat", "bank"), ("steer", "make", "formal", "-o", "s")):
+    for command in (("ask", "bank", "Which bird?"), ("ask", "bank"), ("steer", "make", "formal", "-o", "s")):
         code, out, err = kp(*command, "--engine", engine, *options)
         assert (code, out) == (1, "")
         assert words in err
@@ -122,10 +122,10 @@ def test_the_doctor_says_what_a_cache_does_not_allow(kp: Kp, tmp_path: Path) -> 
 def test_namespaces_that_cannot_be_are_refused_before_anything_is_done(kp: Kp, bank: Path, tmp_path: Path) -> None:
     for command in (
         ("build", "new", "facts.jsonl"),
-        ("add", "bank", "--fact", "The ferry leaves at six."),
+        ("build", "bank", "--fact", "The ferry leaves at six."),
         ("search", "bank", "x"),
         ("ask", "bank", "x", "--model", "./nothing"),
-        ("chat", "bank", "--model", "./nothing"),
+        ("ask", "bank", "--model", "./nothing"),
     ):
         code, out, err = kp(*command, "--namespace", "Acme Corp")
         assert (code, out) == (1, "")

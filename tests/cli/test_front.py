@@ -64,7 +64,7 @@ def test_a_search_loads_neither_torch_nor_what_stands_on_it(bank: Path) -> None:
 
 def test_a_page_is_named_beside_its_source(kp: Kp, bank: Path) -> None:
     (bank.parent / "more.jsonl").write_text('{"text": "The weir opens in May.", "source": "weir.pdf", "page": 3}')
-    assert kp("add", "bank", "more.jsonl")[0] == 0
+    assert kp("build", "bank", "more.jsonl")[0] == 0
     _, out, _ = kp("search", "bank", "When does the weir open?", "-k", "1")
     assert out.count("weir.pdf, page 3") == 2, "as what names it, for want of a title, and where it is from"
 
@@ -198,14 +198,14 @@ def test_what_a_newcomer_meets_fits_80_columns_and_says_what_to_do_next(
     monkeypatch.setattr("kp_cli.signs._is_terminal", lambda: True)
     for command, next_step in {
         ("build", "docs"): "`kp build NAME docs`",
-        ("build", "new"): "give at least one",
+        ("build", "new"): "give one",
         ("ask", "docs", "x"): "`kp build NAME docs` makes one",
         ("ask", "nothing", "x"): "`kp build COLLECTION FILE...` makes one",
         ("ask", "bnk", "x"): "Did you mean bank?",
         ("status", "nothing"): "`kp build",
         ("status", "docs"): "`kp build COLLECTION",
         ("aks", "bank", "x"): "Did you mean 'ask'?",
-        ("ask", "bank"): "kp ask -h",
+        ("search", "bank"): "kp search -h",
         ("ask", "bank", "x", "--engine", "nothing"): "expected 'package.module:function'",
         ("serve", "bundled", "--store", "p", "--host", "0.0.0.0"): "`kp serve --new-key FILE`",  # noqa: S104 - refused
         ("search", "http://127.0.0.1:9", "x"): "Start it with",

@@ -47,7 +47,7 @@ def hostile(kp: Kp, tmp_path: Path) -> str:
         ("remove", "bank", "a0", "--dry-run"),
         ("remove", "bank", f"nothing{EVIL}"),
         ("search", f"away{EVIL}", "Which bird?"),
-        ("add", "bank", "--fact", f"Another.{EVIL}", "--id", f"b{EVIL}"),
+        ("build", "bank", "--fact", f"Another.{EVIL}", "--id", f"b{EVIL}"),
     ],
     ids=lambda command: " ".join(command[:1]),
 )

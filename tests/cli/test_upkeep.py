@@ -107,10 +107,10 @@ def test_what_is_removed_leaves_the_disk_with_its_packs(kp: Kp, bank: Path) -> N
 
 def test_packs_of_an_old_text_go_with_it(kp: Kp, bank: Path) -> None:
     assert kp(*COMPILE)[0] == 0
-    assert kp("add", "bank", "--fact", "The mill has six sails.", "--id", "mill", "--replace")[0] == 0
+    assert kp("build", "bank", "--fact", "The mill has six sails.", "--id", "mill", "--replace")[0] == 0
     assert as_json(kp("status", "bank", "--json"))["packs"]["packs"] == 3
     (bank.parent / "bird.jsonl").write_text(json.dumps(FACTS[1] | {"text": "The bird on the flag is a gull."}))
-    report = as_json(kp("add", "bank", "bird.jsonl", "--replace", "--json"))
+    report = as_json(kp("build", "bank", "bird.jsonl", "--replace", "--json"))
     assert (report["added"], report["facts"]) == (1, 4)
     report = as_json(kp("status", "bank", "--json"))
     assert (report["updated"], report["packs"]["packs"]) == (2, 2)
