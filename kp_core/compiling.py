@@ -17,7 +17,6 @@ from kp_core.engines.session import Session
 from kp_core.errors import FactError, PackNotFoundError, PromptError, ShortTextError
 from kp_core.events import log_event
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
-from kp_core.facts.base import content_id
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
 from kp_core.packs.codec import Compression, check_compression
 from kp_core.packs.file import encode_pack
@@ -72,7 +71,7 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
         def short(text: str, error: PromptError, wanted: dict[str, Fact] = units) -> None:
             # A template that carries no packs has already logged a warning.
             level = logging.WARNING if engine.template.carries_packs else logging.DEBUG
-            logger.log(level, "The text %r of fact %s goes as text: %s", text, wanted[text].id, error)
+            logger.log(level, "The text %r of fact %r goes as text: %s", text, wanted[text].id, error)
 
         # A text that is compiled again keeps its edits.
         edited = {text: pack for (of, text), pack in outdated.items() if of == space and pack.history}
@@ -196,8 +195,9 @@ def compile_cost(
 def estimate_units(facts: Iterable[Fact], unit: Unit, bank_size: int) -> list[Fact]:
     """Return the units that facts of no store will make, to estimate their cost; banks are consecutive facts."""
     groups = defaultdict[object, list[str]](list)
-    for number, (space, text) in enumerate(sources := {(fact.namespace, fact.text): fact.source for fact in facts}):
-        key = {"fact": number, "bank": number // bank_size, "document": sources[space, text] or number}[unit]
+    unique = dict.fromkeys((fact.namespace, fact.source if unit == "document" else "", fact.text) for fact in facts)
+    for number, (space, source, text) in enumerate(unique):
+        key = {"fact": number, "bank": number // bank_size, "document": source or number}[unit]
         groups[space, key].append(text)
     return [Fact("\n".join(texts), namespace=key[0]) for key, texts in groups.items()]  # type: ignore[index]
 
@@ -205,10 +205,10 @@ def estimate_units(facts: Iterable[Fact], unit: Unit, bank_size: int) -> list[Fa
 def provenance_of(fact: Fact, unit: Unit) -> dict[str, str]:
     """Return the provenance of a unit's pack; `Delivery.gc` and `Delivery.sync` find packs by it.
 
-    `id` is the id of the fact or document, unless that is only the digest of its text.
+    `id` is the id of the fact or document, if it was given one.
     """
     facts = str(fact.metadata.get("facts", "")) if unit != "fact" else ""
-    fact_id = "" if unit != "fact" or fact.id == content_id(fact.text, fact.namespace) else fact.id
+    fact_id = fact.id if unit == "fact" and fact.is_named else ""
     fields = {"title": fact.title, "source": fact.source, "unit": unit, "facts": facts, "id": fact_id}
     return {name: value for name, value in fields.items() if value}
 

@@ -210,7 +210,8 @@ class Delivery:
     ) -> list[Found]:
         """Return the `k` units with the best facts, best first; raises as `FactStore.search`.
 
-        Ignores facts with a cosine below `score_threshold`.
+        Facts with equal texts are one unit, with the best hit of these facts. Ignores facts with a cosine
+        below `score_threshold`.
         """
         namespace = self.namespace if namespace is None else check_namespace(namespace)
         threshold = -math.inf if score_threshold is None else score_threshold
@@ -320,7 +321,7 @@ class Delivery:
             members = tuple(self.facts.facts(where={"kp:source": source}, namespace=fact.namespace))
         titles = {member.title for member in members}
         return Fact(
-            "\n".join(member.text for member in members),
+            _joined(members),
             title=title or (titles.pop() if len(titles) == 1 else ""),
             source=source,
             metadata={"facts": " ".join(member.id for member in members)},
@@ -363,7 +364,7 @@ class Delivery:
         handle = self.store.handle(unit.text, unit.namespace)
         if self.store.peek(handle) is not None:
             return handle
-        logger.warning("There is no pack of fact %s in %r; it goes as text.", unit.id, self.store)
+        logger.warning("There is no pack of fact %r in %r; it goes as text.", unit.id, self.store)
         return None
 
     def _discard(self, gone: Sequence[Fact]) -> None:
@@ -378,12 +379,19 @@ class Delivery:
         ids = {(fact.namespace, fact.id) for fact in gone}
         for handle in list(self.store):
             pack = self.store.peek(handle) if handle.namespace in {space for space, _ in ids} else None
-            members = "" if pack is None else str(pack.provenance.get("facts", ""))
-            if any((handle.namespace, member) in ids for member in members.split()):
-                self.forget(handle)
+            members = "" if pack is None else f" {pack.provenance.get('facts', '')} "  # Ids may hold any characters.
+            if pack and any(space == handle.namespace and f" {member} " in members for space, member in ids):
+                left = self.facts.facts(ids=members.strip().split(" "), namespace=handle.namespace)
+                if _joined(left) != pack.text:  # Another fact of the unit may have the same text.
+                    self.forget(handle)
 
     def _held(self, facts: Sequence[Fact]) -> list[Fact]:
-        """Return those of `facts` that are stored; another fact's text may be stored under another id."""
+        """Return those of `facts` that are stored under their ids; a source may have a text under another id."""
         ids = list(dict.fromkeys(fact.id for fact in facts))
         stored = {(fact.namespace, fact.id) for fact in self.facts.facts(ids=ids)}
         return [fact for fact in facts if (fact.namespace, fact.id) in stored]
+
+
+def _joined(members: Iterable[Fact]) -> str:
+    """Return the text of a unit: each text of its members once, one per line."""
+    return "\n".join(dict.fromkeys(member.text for member in members))

@@ -76,8 +76,11 @@ async def _add(desk: Desk, store: FactStore, visit: Visit, body: dict[str, Any])
 
     def stored() -> list[dict[str, Any]]:
         where = {"kp:digest": {"$in": [fact.digest for fact in facts]}}
-        by_text = {fact.text: fact for fact in store.facts(where=where, namespace=namespace)} if facts else {}
-        return [_about(desk, by_text[text]) for text in units if text in by_text]
+        known = list(store.facts(where=where, namespace=namespace)) if facts else []
+        known_by = {(fact.source, fact.text): fact for fact in known}
+        ids = {fact.id: fact for fact in known}
+        found = (ids.get(fact.id) or known_by.get((fact.source, fact.text)) for fact in facts)
+        return [_about(desk, fact) for fact in {fact.id: fact for fact in found if fact is not None}.values()]
 
     counts = {"added": report.added, "duplicates": report.duplicates, "superseded": report.superseded}
     return {"object": "list", "data": await asyncio.to_thread(stored), **counts}
@@ -95,7 +98,8 @@ def _search(desk: Desk, store: FactStore, access: Access, body: dict[str, Any]) 
     hits = list[Hit]()
     for name in set(names) & set(store.namespaces()):
         try:
-            hits += store.search(question, k, where=filters, namespace=name)
+            delivery = Delivery(store, None, desk.store, namespace=name)
+            hits += [found.hit for found in delivery.search(question, k, where=filters)]
         except FactError:
             if store.namespaces():  # Otherwise the last facts were deleted meanwhile.
                 raise

@@ -32,12 +32,12 @@ Filter: TypeAlias = Mapping[str, object]
 class Fact:
     """One piece of knowledge: `text` is embedded and goes into a pack; the other fields describe it.
 
-    The default `id` is the BLAKE2b digest of the text, outside the namespace `default` of namespace and text. The
+    The default `id` is a BLAKE2b digest of namespace, source and text, so one text from two sources is two facts. The
     fact's pack has the same `namespace`, and a search may be limited to one. Searches ignore the fact from `expires` on
     (seconds since 1970, UTC). `version` counts the texts that a store has had under this id, from 1.
 
-    Raises `FactError` for a text that is blank or not Unicode, for an unprintable id, and for metadata that JSON cannot
-    express; `HandleError` for an invalid namespace.
+    Raises `FactError` for a text that is blank or not Unicode, and for metadata that JSON cannot express; `HandleError`
+    for an invalid namespace.
     """
 
     text: str
@@ -54,8 +54,6 @@ class Fact:
             _check_text(name, getattr(self, name))
         if not self.text.strip():
             raise FactError(f"Got the blank text {self.text!r} (title {self.title!r}); expected a fact. Leave it out.")
-        if not self.id.isprintable():
-            raise FactError(f"Got the fact id {self.id!r}; expected printable characters.")
         check_namespace(self.namespace)
         is_number = isinstance(self.expires, int | float) and not isinstance(self.expires, bool)
         if self.expires is not None and not (is_number and abs(self.expires) <= LATEST):
@@ -69,13 +67,22 @@ class Fact:
             _check_value(f"metadata {key!r}", value)
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
         if not self.id:
-            object.__setattr__(self, "id", content_id(self.text, self.namespace))
+            object.__setattr__(self, "id", self._default_id)
 
     def moved(self, namespace: str | None) -> Fact:
         """Return the fact in `namespace`; unchanged if that is `None` or if the fact's namespace is not `default`."""
         if namespace is None or self.namespace != _DEFAULT_NAMESPACE or namespace == self.namespace:
             return self
-        return replace(self, namespace=namespace, id="" if self.id == content_id(self.text) else self.id)
+        return replace(self, namespace=namespace, id=self.id if self.is_named else "")
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the id was given, and is not the default one."""
+        return self.id != self._default_id
+
+    @property
+    def _default_id(self) -> str:
+        return content_id(self.text, self.namespace, self.source)
 
     @property
     def digest(self) -> str:
@@ -88,9 +95,11 @@ class Fact:
         return Fact, (*fields, self.expires, self.version)
 
 
-def content_id(text: str, namespace: str = _DEFAULT_NAMESPACE) -> str:
-    """Return the default id of a fact."""
+def content_id(text: str, namespace: str = _DEFAULT_NAMESPACE, source: str = "") -> str:
+    """Return the default id of a fact; without `source`, also of all facts of release 0.2 and before."""
     content = text if namespace == _DEFAULT_NAMESPACE else f"{namespace}\0{text}"
+    if source:
+        content = f"{len(source)}:{source}{namespace}\0{text}"
     return hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
@@ -105,7 +114,7 @@ class Hit:
 
 @dataclass(frozen=True)
 class Added:
-    """How many facts are new, how many texts were already stored, and the ids whose later, stored version stays."""
+    """How many facts are new, how many were already stored, and the ids whose later, stored version stays."""
 
     added: int = 0
     duplicates: int = 0

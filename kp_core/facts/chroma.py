@@ -19,7 +19,7 @@ from filelock import FileLock
 from kp_core.bundled import bundled_embedder
 from kp_core.errors import FactError, KnowledgePackError, MissingDependencyError
 from kp_core.facts.base import Fact, Filter, Hit
-from kp_core.facts.client import FACTS, SCHEMA, check_unlocked, is_url, open_client, prepared, run_vacuum
+from kp_core.facts.client import FACTS, SCHEMA, check_unlocked, is_url, open_client, prepared, run_vacuum, version_of
 from kp_core.facts.embed import Embedder, OtherEmbedder, SentenceTransformerEmbedder, as_embedder, normalised
 from kp_core.facts.filters import predicate
 from kp_core.facts.index import blank_room, check_index, repair_mark
@@ -54,8 +54,8 @@ class ChromaFactStore(FactStore):
     folders are never changed; to read them, see `from_collection`.
 
     Without an `embedder`, a folder uses the one it was made with, and a new one the bundled MiniLM. LangChain
-    `Embeddings` and LlamaIndex embeddings work too. `read_only` locks and changes nothing; changes by other processes
-    become visible when the folder is opened again. Use the store as a context manager, or `close` it.
+    `Embeddings` and LlamaIndex embeddings work too. `read_only` locks and changes nothing; each call sees what other
+    processes have changed. Use the store as a context manager, or `close` it.
 
     Raises `FactStoreLockedError` if another process keeps the folder open for more than `wait` seconds; `FactError` for
     a folder or collection that is not ours, another embedder (both are named), an unreachable server, or nothing to
@@ -67,6 +67,8 @@ class ChromaFactStore(FactStore):
     collection: str | None = None
     """Name of the foreign collection that is read; `None` for our own."""
     _client: Any = None
+    _former: Any = None
+    _version: tuple[int, int] | None = None
     _lock: FileLock | None = None
     _closed = False
     _space: str = "cosine"
@@ -96,7 +98,9 @@ class ChromaFactStore(FactStore):
             if self.path is not None:
                 check_index(self.path, self._lock)
             with _told(self.where):
-                self._client = client or open_client(path, timeout_s=timeout_s, **server)
+                if self.path is not None and self._lock is None:
+                    self._version = version_of(self.path)
+                self._client = client or open_client(path, shared=self._version is None, timeout_s=timeout_s, **server)
                 collections = self._listed()
             marker = next(map(_about, collections.values()), {})
             name, self._is_sized = marker.get("embedder", _BUNDLED), bank_size is not None
@@ -179,8 +183,9 @@ class ChromaFactStore(FactStore):
         # In a forked process, client and file lock are those of the other.
         if not self._closed and self._process == os.getpid():
             self._closed = True
-            if self._client is not None and self.path is not None:
-                self._client.close()
+            for client in (self._client, self._former) if self.path is not None else ():
+                if client is not None:
+                    client.close()
             if self._lock is not None:
                 if self.path is not None and self._lock.lock_counter == 1:
                     blank_room(self.path)
@@ -476,6 +481,21 @@ class ChromaFactStore(FactStore):
             raise FactError(f"{self.where} was closed. Open it again with `ChromaFactStore(path)`.")
         if self.path is not None:
             check_unlocked(self.path, writing=False)
+            if self._version is not None and self._version != version_of(self.path):
+                self._reopen(self.path)
+
+    def _reopen(self, path: Path) -> None:
+        """Read the folder anew: Chroma never reads again what another process has changed."""
+        with self._writing, _told(self.where):
+            version = version_of(path)
+            if version == self._version:
+                return
+            former, self._former = self._former, self._client
+            self._client, self._version = open_client(path, shared=False), version
+            collections = {name: self._checked_collection(item) for name, item in self._listed().items()}
+            self._opened, self._centroids = collections, {}
+            if former is not None:  # The last client remains open for calls of other threads.
+                former.close()
 
     def _check_writes(self) -> None:
         self._check_open()

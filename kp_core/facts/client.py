@@ -5,6 +5,7 @@ The only module that imports chromadb.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -24,23 +25,35 @@ from kp_core.errors import FactError, FactStoreLockedError
 from kp_core.facts.index import blank_room
 from kp_core.packs.blobs import replace_file
 
-__all__ = ["FACTS", "SCHEMA", "check_unlocked", "is_fact_store", "is_url", "open_client", "prepared", "run_vacuum"]
+__all__ = [
+    "FACTS",
+    "SCHEMA",
+    "check_unlocked",
+    "is_fact_store",
+    "is_url",
+    "open_client",
+    "prepared",
+    "run_vacuum",
+    "version_of",
+]
 
 FACTS, SCHEMA = "facts", 1
 _MARKER, _LOCK = "kp.json", "kp.lock"
 
 _LOCKED_SECONDS = 4.0
+_NUMBERS = itertools.count(1)
 
 
 def open_client(
     path: str | os.PathLike[str] | None,
     *,
     migrations: str = "apply",
+    shared: bool = True,
     timeout_s: float = 60.0,
     headers: Mapping[str, str] | None = None,
     **server: Any,  # noqa: ANN401 - tenant, database
 ) -> Any:  # noqa: ANN401 - the library's own types are unions of unions
-    """Open a client of a folder or a server."""
+    """Open a client of a folder or a server; without `shared`, one that reads the folder's files anew."""
     with needing("ChromaFactStore needs chromadb", "chroma"):
         import chromadb
         from chromadb.config import Settings
@@ -49,7 +62,10 @@ def open_client(
         check_unlocked(Path(path or "."), writing=True)
         try:
             # Chroma identifies an open folder by the path it was given, even after the process changes its directory.
-            return chromadb.PersistentClient(str(Path(path or ".").resolve()), settings=settings, **server)
+            # All clients of one spelling share what Chroma has read of the files.
+            spelling = "" if shared else "".join((os.sep, f"{os.sep}.")[int(bit)] for bit in f"{next(_NUMBERS):b}")
+            folder = f"{Path(path or '.').resolve()}{spelling}"
+            return chromadb.PersistentClient(folder, settings=settings, **server)
         except chromadb.errors.InternalError as error:
             if "migrations" not in str(error):
                 raise
@@ -80,6 +96,22 @@ def open_client(
     # By default, Chroma's client waits forever.
     client._server._session.timeout = httpx.Timeout(timeout_s)  # noqa: SLF001 - there is no other way
     return client
+
+
+def version_of(path: Path) -> tuple[int, int]:
+    """Return what changes with every change of the database in this folder: its inode, and a number of changes."""
+    file, openings = path / "chroma.sqlite3", 0
+    try:
+        with file.open("rb") as opened:
+            inode, header = os.fstat(opened.fileno()).st_ino, opened.read(28)
+    except FileNotFoundError:  # It is being replaced.
+        return 0, 0
+    uri = f"{file.resolve().as_uri()}?mode=ro"
+    with suppress(sqlite3.Error), closing(sqlite3.connect(uri, uri=True, timeout=_LOCKED_SECONDS)) as database:
+        # Chroma writes a row whenever it opens a folder, which is no change.
+        [(openings,)] = database.execute("SELECT coalesce(max(id), 0) FROM acquire_write").fetchall()
+    # SQLite counts the changes of a file in bytes 24 to 27.
+    return inode, int.from_bytes(header[24:]) - openings
 
 
 def is_fact_store(path: Path) -> bool:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kp_core.bundled import needing
 from kp_core.errors import FactError
-from kp_core.facts.base import LATEST, Added, Fact, Filter, Hit, Reranker
+from kp_core.facts.base import LATEST, Added, Fact, Filter, Hit, Reranker, content_id
 from kp_core.facts.embed import Embedder, as_embedder, checked_vectors, normalised
 from kp_core.facts.filters import predicate
 from kp_core.facts.rerank import hits_wanted
@@ -161,7 +161,8 @@ class FactStore(Shared, ABC):
         """Return the `k` facts nearest to `question`, best first; fewer only if there are fewer.
 
         `probes=None` searches all facts. A number searches only the `probes` banks with the nearest centroids, as in
-        the paper, and further ones until there are `k` facts. `where` filters facts (see `kp_core.facts.filters`).
+        the paper, and further ones until there are `k` facts. Facts with equal texts are separate hits. `where`
+        filters facts (see `kp_core.facts.filters`).
         `rerank` sorts the best `rerank.depth` hits.
 
         Raises `FactError` for a blank question, invalid arguments, and an empty store.
@@ -259,12 +260,11 @@ class FactStore(Shared, ABC):
     def add(self, facts: Iterable[Fact], *, ttl: float | None = None, overwrite: bool = False) -> Added:
         """Add `facts` in batches, so any number is fine; batches before an error stay.
 
-        A text that its namespace already has is not stored again. `ttl`: seconds until facts without `expires` expire.
-        Raises `FactError` for an id that its namespace has with another text, unless that text is a correction (version
-        above 1), which stays.
+        A fact whose id is stored is not stored again, nor is one without an id of its own whose source has its text.
+        `ttl`: seconds until facts without `expires` expire. Raises `FactError` for an id that its namespace has with
+        another text, unless that text is a correction (version above 1), which stays.
 
-        With `overwrite`, ids decide instead of texts: a fact replaces the one with its id, and is its next version if
-        the text differs.
+        With `overwrite`, a fact replaces the one with its id, and is its next version if the text differs.
         """
         if ttl is not None and not 0 < ttl <= LATEST:
             raise FactError(f"Got ttl={ttl}; expected seconds above 0, or None for never.")
@@ -273,22 +273,21 @@ class FactStore(Shared, ABC):
         while batch := list(itertools.islice(source, _BATCH)):
             if ttl is not None:
                 batch = [replace(fact, expires=time.time() + ttl) if fact.expires is None else fact for fact in batch]
-            with self._writing:
-                report += self._add(batch, overwrite)
+            report += self._add(batch, overwrite)
         return report
 
     def update(self, fact: Fact) -> Fact:
         """Replace the fact with the same id and namespace by `fact`; returns it with its new version.
 
-        Raises `FactError` if no fact has this id, or if another fact has this text.
+        Raises `FactError` if no fact has this id.
         """
         self._check_writes()
+        self.get(fact.id, namespace=fact.namespace)
+        vectors = self._embed([fact])
         with self._writing:
             stored = self.get(fact.id, namespace=fact.namespace)
-            if self._holding(fact.namespace, [fact]).get(fact.text, fact.id) != fact.id:
-                raise FactError(f"Got the text of another fact for {fact.id!r}: {fact.text!r}. Delete one of the two.")
             fact = replace(fact, version=stored.version + 1)
-            self._put_near(fact.namespace, [fact], self._embed([fact]))
+            self._put_near(fact.namespace, [fact], vectors)
             return fact
 
     def delete(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
@@ -324,40 +323,64 @@ class FactStore(Shared, ABC):
     def _add(self, batch: Sequence[Fact], overwrite: bool) -> Added:  # noqa: FBT001
         if wrong := next((item for item in batch if not isinstance(item, Fact)), None):
             raise FactError(f"Got {wrong!r} ({type(wrong).__name__}); expected a Fact, e.g. `Fact(text)`.")
-        report, embedded = Added(), list[tuple[str, list[Fact], Vectors]]()
+        vectors: dict[str, Vectors] = {}
+        while True:
+            with self._writing:
+                report, new = self._missing(batch, overwrite)
+                todo = {fact.text: fact for facts in new.values() for fact in facts if fact.text not in vectors}
+                if not todo:
+                    for space, facts in new.items():
+                        self._put_near(space, facts, np.stack([vectors[fact.text] for fact in facts]))
+                        # Banks with twice their size on average are best made anew.
+                        if (banks := self._bank_count(space)) and self._count(space) > LARGEST * self.bank_size * banks:
+                            self._set_banks(space, {}, _NO_VECTORS)
+                    return report
+            # Embed without the lock, for which searches in banks wait; then look again what is missing.
+            vectors |= zip(todo, self._embed(list(todo.values())), strict=True)
+
+    def _missing(self, batch: Sequence[Fact], overwrite: bool) -> tuple[Added, dict[str, list[Fact]]]:  # noqa: FBT001
+        """Return the facts of each namespace that are to be stored, and what `add` reports then."""
+        report, missing = Added(), dict[str, list[Fact]]()
         for space in dict.fromkeys(fact.namespace for fact in batch):
             if expired := self._expired(space):
                 self._remove(space, expired)
-            given = [fact for fact in batch if fact.namespace == space]
+            given = self._with_stored_ids(space, [fact for fact in batch if fact.namespace == space])
             new, superseded = (self._next_versions(space, given), ()) if overwrite else self._new(space, given)
             report += Added(len(new), len(given) - len(new) - len(superseded), superseded)
             if new:
-                embedded.append((space, new, self._embed(new)))
-        for space, facts, vectors in embedded:
-            self._put_near(space, facts, vectors)
-            # Banks with twice their size on average are best made anew.
-            if (banks := self._bank_count(space)) and self._count(space) > LARGEST * self.bank_size * banks:
-                self._set_banks(space, {}, _NO_VECTORS)
-        return report
+                missing[space] = new
+        return report, missing
+
+    def _with_stored_ids(self, space: str, given: list[Fact]) -> list[Fact]:
+        """Return `given` with the ids that releases before 0.3 gave them, digests of the text alone, where stored."""
+        older = {content_id(fact.text, space): fact for fact in given if fact.source and not fact.is_named}
+        rows = self._rows(space, ids=list(older)) if older else ()
+        sources = {row.fact.id: row.fact.source for row in rows}
+        return [
+            replace(fact, id=older_id)
+            if not fact.is_named and sources.get(older_id := content_id(fact.text, space)) == fact.source
+            else fact
+            for fact in given
+        ]
 
     def _new(self, space: str, given: Sequence[Fact]) -> tuple[list[Fact], tuple[str, ...]]:
         """Return the facts that the namespace does not have, and the ids for which it has a later version."""
-        stored = self._holding(space, given)
-        new: dict[str, Fact] = {}
+        digests = list(dict.fromkeys(fact.digest for fact in given))
+        rows = self._rows(space, where={"kp:digest": {"$in": digests}})
+        texts = {(row.fact.source, row.fact.text) for row in rows}
+        stored = {row.fact.id: row.fact for row in self._rows(space, ids=[fact.id for fact in given])}
+        new, superseded = dict[str, Fact](), dict[str, None]()
         for fact in given:
-            if fact.text in stored:
-                continue
-            stored[fact.text] = fact.id
-            if fact.id in new:
-                raise _conflict(fact, new[fact.id])
-            new[fact.id] = fact
-        superseded = []
-        for row in list(self._rows(space, ids=list(new))):
-            fact = new.pop(row.fact.id)
-            if row.fact.version == 1:
-                raise _conflict(fact, row.fact)
-            superseded.append(fact.id)
-            logger.warning("Version %d of fact %r stays; not added: %r.", row.fact.version, fact.id, fact.text)
+            same = new.get(fact.id) or stored.get(fact.id)
+            if same is None:
+                if fact.is_named or (fact.source, fact.text) not in texts:
+                    new[fact.id] = fact
+                    texts.add((fact.source, fact.text))
+            elif same.text != fact.text:
+                if fact.id in new or same.version == 1:
+                    raise _conflict(fact, same)
+                superseded[fact.id] = None
+                logger.warning("Version %d of fact %r stays; not added: %r.", same.version, fact.id, fact.text)
         return list(new.values()), tuple(superseded)
 
     def _next_versions(self, space: str, given: Sequence[Fact]) -> list[Fact]:
@@ -368,12 +391,6 @@ class FactStore(Shared, ABC):
             if replace(fact, version=version) != row.fact:
                 new[fact.id] = replace(fact, version=version + (fact.text != row.fact.text))
         return list(new.values())
-
-    def _holding(self, space: str, facts: Sequence[Fact]) -> dict[str, str]:
-        """Return the texts of `facts` that the namespace already has, with the ids of the stored facts."""
-        digests = {fact.text: fact.digest for fact in facts}
-        rows = self._rows(space, where={"kp:digest": {"$in": list(digests.values())}})
-        return {row.fact.text: row.fact.id for row in rows if row.fact.text in digests}
 
     def _put_near(self, space: str, facts: Sequence[Fact], vectors: Vectors) -> None:
         """Store facts, each in the bank with the nearest centroid if there are banks."""

@@ -157,8 +157,13 @@ def _check_empty(store: FactStore, _: HashEmbedder) -> None:
 
 
 def _check_adding(store: FactStore, _: HashEmbedder) -> None:
-    first = store.add(iter([Fact("a", title="first"), Fact("b"), Fact("a", id="other")]))
-    _same("A text that its namespace has is not stored again.", (first.added, first.duplicates, len(store)), (2, 1, 2))
+    first = store.add(iter([Fact("a", title="first"), Fact("b"), Fact("a")]))
+    _same("A text that its source has is not stored again.", (first.added, first.duplicates, len(store)), (2, 1, 2))
+    both = [Fact("a", source="a.md"), Fact("a", id="other")]
+    reports = [store.add(both) for _ in range(2)]
+    counts = [(report.added, report.duplicates) for report in reports]
+    _same("A text of two sources, or with two ids, is two facts, each stored once.", counts, [(2, 0), (0, 2)])
+    _same("`delete` leaves facts with the same text.", (store.delete([fact.id for fact in both]), len(store)), (2, 2))
     _same("`facts` yields the facts in the order they were added.", [fact.text for fact in store.facts()], ["a", "b"])
     _same("`get` returns the stored fact.", store.get(Fact("a").id), Fact("a", title="first"))
     _fails(
@@ -187,7 +192,8 @@ def _check_changes(store: FactStore, _: HashEmbedder) -> None:
     _same("`update` returns the fact with its next version.", store.update(Fact("ten", id="hours")).version, 2)
     _same("`search` finds the text of an update.", store.search("ten", 1)[0].fact, Fact("ten", id="hours", version=2))
     _fails("`update` of an unknown id raises FactError.", lambda: store.update(Fact("x", id="nothing")))
-    _fails("`update` refuses the text of another fact.", lambda: store.update(Fact("blue", id="hours")))
+    _same("Two facts may have one text.", store.update(Fact("blue", id="hours")).version, 3)
+    store.update(Fact("ten", id="hours"))
     store.add([Fact("nine", id="hours")])
     _same("`add` leaves a correction as it is.", store.get("hours").text, "ten")
     _same("`delete` returns how many facts it deleted.", store.delete(["hours", "hours", "nothing"]), 1)

@@ -95,6 +95,20 @@ def test_brackets_are_printed_as_they_are(kp: Kp, bank: Path, at_once: None) -> 
     assert "[b]Glyphs[/]" in out
 
 
+def test_removing_a_file_leaves_the_equal_paragraph_of_another(kp: Kp, tmp_path: Path) -> None:
+    for name in ("a.md", "b.md"):
+        (tmp_path / name).write_text(f"Return the key before nine.\n\nOnly {name} says this.\n")
+    assert as_json(kp("build", "keys", "a.md", "b.md", "--json"))["facts"] == 4
+    again = as_json(kp("build", "keys", "a.md", "b.md", "--json"))
+    assert (again["added"], again["duplicates"]) == (0, 4)
+    assert len(as_json(kp("remove", "keys", "--source", "a.md", "--json"))["removed"]) == 2
+    hits = as_json(kp("search", "keys", "When is the key returned?", "--json"))["hits"]
+    assert sorted((hit["source"], hit["text"]) for hit in hits) == [
+        ("b.md", "Only b.md says this."),
+        ("b.md", "Return the key before nine."),
+    ]
+
+
 def test_build_search_add_remove(kp: Kp, bank: Path) -> None:
     code, out, _ = kp("search", "bank", "Which bird is it?", "-k", "1")
     assert code == 0

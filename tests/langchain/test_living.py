@@ -150,3 +150,31 @@ def test_the_same_documents_again_cost_nothing(shelf, monkeypatch):
     monkeypatch.setattr(shelf, "put", lambda _: pytest.fail("compiled again"))
     again = KnowledgePackRetriever.from_documents(given, **settings)
     assert len(again.invoke("line", k=9)) == 5
+
+
+def test_equal_paragraphs_of_two_documents_are_two_facts(shelf):
+    two = [Document("Return the key before nine.", metadata={"source": name}) for name in ("a.md", "b.md")]
+    facts = MemoryFactStore(EMBEDDINGS)
+    retriever = KnowledgePackRetriever.from_documents(two, fact_store=facts, progress=False, **parts(shelf))
+    retriever.upsert(two)
+    assert [fact.source for fact in facts.facts()] == ["a.md", "b.md"]
+    assert len(retriever.invoke("key")) == 1
+    assert retriever.delete(source="b.md")["num_deleted"] == 1
+    [left] = retriever.invoke("key")
+    assert (left.page_content, left.metadata["source"]) == (two[0].page_content, "a.md")
+    assert len(list(shelf)) == 1
+
+
+@pytest.mark.parametrize("cleanup", ["incremental", "full"])
+def test_an_indexed_document_leaves_the_equal_text_of_another(living, shelf, cleanup):
+    two = [Document("Return the key before nine.", metadata={"source": name}) for name in ("a.md", "b.md")]
+    records = InMemoryRecordManager("isles")
+    records.create_schema()
+    settings = {"cleanup": cleanup, "source_id_key": "source", "key_encoder": "sha256"}
+    assert index(two, records, living, **settings)["num_added"] == 2
+    assert index(two, records, living, **settings)["num_skipped"] == 2
+    changed = Document("Return it at ten.", metadata={"source": "a.md"})
+    assert index([changed, two[1]], records, living, **settings)["num_deleted"] == 1
+    found = {document.page_content: document.metadata["source"] for document in living.invoke("key")}
+    assert found == {"Return it at ten.": "a.md", two[1].page_content: "b.md"}
+    assert len(list(shelf)) == 2

@@ -108,7 +108,7 @@ def test_a_fact_without_a_pack_comes_as_text(facts, shelf, embedder, caplog):
     assert "handle" not in documents[facts[0].id].metadata
     assert documents[facts[0].id].metadata["kp"]["handle"] is None
     assert find_handles(documents[facts[1].id].page_content)
-    assert f"no pack of fact {facts[0].id}" in caplog.text
+    assert f"no pack of fact {facts[0].id!r}" in caplog.text
 
 
 def test_a_text_twice_is_one_pack(facts, shelf, embedder):

@@ -152,3 +152,38 @@ def test_bad_settings(store):
         KnowledgePackPostprocessor(engine=tiny_engine(), store=store, namespace="Acme Corp")
     with pytest.raises(ValueError, match="precompile"):
         KnowledgePackPostprocessor(engine=tiny_engine(), store=store, precompile="later")
+
+
+def test_equal_documents_are_no_news_and_one_outlives_the_other(packs, store):
+    two = [Document(text="Return the key before nine.", id_=name) for name in ("a.md", "b.md")]
+    index = VectorStoreIndex.from_documents(two, embed_model=CountingEmbedding())
+    assert [index.refresh_ref_docs(two) for _ in range(2)] == [[False, False]] * 2
+
+    def found():
+        return packs.postprocess_nodes(index.as_retriever(similarity_top_k=4).retrieve("key"), query_str="key")
+
+    assert sorted(scored.node.ref_doc_id for scored in found()) == ["a.md", "b.md"]
+    assert len(list(store)) == 1
+    index.delete_ref_doc("a.md", delete_from_docstore=True)
+    packs.discard("a.md")
+    assert index.refresh_ref_docs(two[1:]) == [False]
+    [left] = found()
+    assert (left.node.ref_doc_id, left.node.is_intact, len(list(store))) == ("b.md", True, 1)
+
+
+@pytest.mark.parametrize("strategy", [DocstoreStrategy.UPSERTS, DocstoreStrategy.UPSERTS_AND_DELETE])
+def test_a_pipeline_leaves_the_equal_text_of_another_document(packs, store, strategy):
+    two = [Document(text="Return the key before nine.", id_=name) for name in ("a.md", "b.md")]
+    vectors = ChromaVectorStore(chromadb.EphemeralClient().get_or_create_collection(f"equal-{strategy.name.lower()}"))
+    parts = {"vector_store": vectors, "docstore": SimpleDocumentStore(), "docstore_strategy": strategy}
+    pipeline = IngestionPipeline(transformations=[SentenceSplitter(), CountingEmbedding()], **parts)
+    assert [len(pipeline.run(documents=two)) for _ in range(2)] == [2, 0]
+    changed = Document(text="Return it at ten.", id_="a.md")
+    assert len(pipeline.run(documents=[changed, two[1]])) == 1
+    index = VectorStoreIndex.from_vector_store(vectors, CountingEmbedding())
+    found = packs.postprocess_nodes(index.as_retriever(similarity_top_k=4).retrieve("key"), query_str="key")
+    assert {scored.node.ref_doc_id: scored.node.text for scored in found} == {
+        "a.md": "Return it at ten.",
+        "b.md": "Return the key before nine.",
+    }
+    assert len(list(store)) == 2

@@ -70,7 +70,7 @@ def test_a_fact_without_a_pack_is_compiled_when_it_is_found(tiny_index, nodes, s
     with caplog.at_level(logging.WARNING, "kp_core"):
         [hit] = plain.retrieve(nodes[0].text)
     assert hit.node.get_content(MetadataMode.LLM) == nodes[0].text
-    assert f"no pack of fact {nodes[0].node_id}" in caplog.text
+    assert f"no pack of fact {nodes[0].node_id!r}" in caplog.text
     later = tiny_index.as_retriever(similarity_top_k=1)
     [hit] = later.retrieve(nodes[0].text)
     assert hit.node.get_content(MetadataMode.LLM) == nodes[0].text

@@ -42,6 +42,23 @@ def test_a_fact_is_a_pack_and_is_found_by_its_handle(server):
     assert [each["text"] for each in server.ask("GET", "/v1/facts").json()["data"]] == ["Cats sleep."]
 
 
+def test_a_text_of_two_sources_is_two_facts_with_one_pack(server):
+    facts = [{"text": TEXT, "source": name} for name in ("a.md", "b.md")] + [{"text": "Cats sleep."}]
+    told = [server.add(facts=facts) for _ in range(2)]
+    assert [(reply["added"], reply["duplicates"]) for reply in told] == [(3, 0), (0, 3)]
+    first, second, other = told[0]["data"]
+    assert (first["source"], second["source"], told[1]["data"]) == ("a.md", "b.md", told[0]["data"])
+    assert first["handle"] == second["handle"]
+    found = server.ask("POST", "/v1/facts/search", {"question": TEXT, "k": 2}).json()["data"]
+    assert {hit["text"] for hit in found} == {TEXT, "Cats sleep."}
+    server.ask("DELETE", f"/v1/facts/{first['id']}")
+    [found] = server.ask("POST", "/v1/facts/search", {"question": TEXT, "k": 1}).json()["data"]
+    assert (found["source"], found["handle"]) == ("b.md", first["handle"])
+    server.ask("DELETE", f"/v1/facts/{second['id']}")
+    assert server.ask("GET", f"/v1/packs/{first['handle']}").status_code == 404
+    assert other["handle"]
+
+
 def test_facts_are_listed_in_pages(server):
     server.add(*(f"Fact number {number}." for number in range(5)))
     first = server.ask("GET", "/v1/facts?limit=3").json()

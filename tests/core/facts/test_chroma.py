@@ -251,7 +251,7 @@ def test_removed_text_leaves_the_disk(tmp_path):
     words = "The vault opens with xyzzy-plugh"
     with ChromaFactStore(tmp_path, HashEmbedder()) as store:
         build(store, [*facts_of(20), Fact(words, source="secret-source")])
-        store.delete([Fact(words).id])
+        store.delete([Fact(words, source="secret-source").id])
         before = store.nbytes
         store.vacuum()
         files = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -719,3 +719,49 @@ def test_a_bank_that_the_index_lost_is_found(tmp_path, monkeypatch):
         [near] = store._nearest_banks("default", question, count)
         assert [number for number, _ in near] == [number for number, _ in expected[:count]]
         assert [cosine for _, cosine in near] == pytest.approx([cosine for _, cosine in expected[:count]])
+
+
+_OTHER_PROCESS = """
+import sys, kp_core as kp
+from kp_core.testing import HashEmbedder
+with kp.ChromaFactStore(sys.argv[1], HashEmbedder()) as store:
+    store.delete([fact.id for fact in store.facts()])
+    store.add([kp.Fact(f"new {{number}}") for number in range(150)])
+    {then}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["", "store.rebuild()", "store.vacuum()", "store.add([kp.Fact('x', namespace='n')])"])
+def test_a_reader_finds_what_another_process_has_written(tmp_path, then):
+    with ChromaFactStore(tmp_path, HashEmbedder()) as store:
+        store.add([Fact(f"old {number}") for number in range(150)])
+    with (
+        ChromaFactStore(tmp_path, HashEmbedder(), read_only=True) as reader,
+        ChromaFactStore(tmp_path, HashEmbedder(), read_only=True) as beside,
+    ):
+        assert reader.search("old 3", 1)[0].fact == beside.search("old 3", 1)[0].fact == Fact("old 3")
+        client = reader._client
+        assert len(reader.search("old 4", 5)) == 5
+        assert reader._client is client  # Nothing has changed.
+        for _round in range(3):
+            script = _OTHER_PROCESS.format(then=then)
+            subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)  # noqa: S603 - our own words
+            for store in (reader, beside):
+                assert len(list(store.facts(namespace="default"))) == 150
+                assert len(store.search("new 3", 500, namespace="default")) == 150
+                assert store.search("new 3", 1)[0].fact == Fact("new 3")
+
+
+def test_a_collection_of_others_may_hold_any_id(tmp_path):
+    ids = ["a\nb", "\t", "z\u200bw", "n\u00a0b", "\u2028", "\u202e", "\x7f", " ", "\r\n", "\U0001f600"]
+    client = a_client(tmp_path)
+    texts = [f"text {number}" for number in range(len(ids))]
+    client.create_collection("theirs", embedding_function=None).add(
+        ids=ids, documents=texts, embeddings=HashEmbedder().embed(texts)
+    )
+    theirs = ChromaFactStore.from_collection("theirs", HashEmbedder(), client=client)
+    assert [fact.id for fact in theirs.facts()] == ids
+    for fact_id, text in zip(ids, texts, strict=True):
+        assert theirs.get(fact_id).text == text
+        assert theirs.search(text, 1)[0].fact.id == fact_id

@@ -74,7 +74,7 @@ class Stranger:
 @pytest.mark.parametrize(
     ("broken", "rule"),
     [
-        (Twice, "A text that its namespace has is not stored again"),
+        (Twice, "`get` returns the stored fact"),
         (Furthest, "returns the `k` nearest facts that match, nearest first"),
         (Unfiltered, "returns the `k` nearest facts that match"),
         (Open, "A search in a namespace finds its facts alone"),

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from kp_core.errors import FactError
 from kp_core.facts import Added, ChromaFactStore, Fact, FactStore, MemoryFactStore
+from kp_core.facts.base import content_id
 from kp_core.facts.filters import predicate
 from kp_core.testing import HashEmbedder
 
@@ -63,10 +65,17 @@ def check(store: FactStore, facts: Sequence[Fact]) -> None:
 # Facts
 
 
-def test_the_id_of_a_fact_is_a_digest_of_its_text_unless_given() -> None:
-    assert Fact("a").id == Fact("a", title="t", source="s").id == hashlib.blake2b(b"a", digest_size=16).hexdigest()
-    assert Fact("a").id != Fact("b").id
-    assert Fact("a", id="mine").id == "mine"
+def test_the_id_of_a_fact_is_a_digest_of_namespace_source_and_text_unless_given() -> None:
+    assert Fact("a").id == Fact("a", title="t").id == hashlib.blake2b(b"a", digest_size=16).hexdigest()
+    assert Fact("a", source="s").id == Fact("a", source="s", title="t").id
+    texts, sources, spaces = ("a", "b", "s", "1:sa", "default\0a"), ("", "s", "sd", "1:s"), ("default", "n")
+    ids = {Fact(*(text, "", source), namespace=space).id for text in texts for source in sources for space in spaces}
+    assert len(ids) == len(texts) * len(sources) * len(spaces)
+    assert Fact("a", source="s").moved("n") == Fact("a", source="s", namespace="n")
+    assert Fact("a", id="mine").id == Fact("a", id="mine").moved("n").id == "mine"
+    assert (Fact("a", id="mine").is_named, Fact("a", source="s").is_named) == (True, False)
+    for odd in ("a\nb", "\t", "a\u200bb", "a\u00a0b", "\x1b[0m"):
+        assert Fact("a", id=odd).id == odd
 
 
 @pytest.mark.parametrize(
@@ -76,7 +85,7 @@ def test_the_id_of_a_fact_is_a_digest_of_its_text_unless_given() -> None:
         {"text": " \n"},
         {"text": "\ud800"},
         {"text": None},
-        {"text": "a", "id": "a\nb"},
+        {"text": "a", "id": "a\ud800"},
         {"text": "a", "title": 3},
         {"text": "a", "metadata": {"years": {1999}}},
         {"text": "a", "metadata": ["year"]},
@@ -208,7 +217,7 @@ def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FactStore
         ({"source": "z.md"}, "ef"),
         ({"kp:source": "z.md"}, "f"),
         ({"kp:odd": 1}, "f"),
-        ({"id": Fact("c").id}, "c"),
+        ({"id": next(fact.id for fact in FACTS if fact.text == "c")}, "c"),
         ({"$or": [{"year": {"$in": (1990, 2010)}}, {"version": {"$gt": 1}}]}, "ac"),
     ],
 )
@@ -286,11 +295,11 @@ def test_facts_of_one_kind_stand_in_one_bank(make_store: MakeStore) -> None:
         assert {fact.text.partition(" ")[0] for fact in store.bank_facts(hit.bank)} == {topic}
 
 
-def test_a_text_is_stored_once_and_an_id_stands_for_one_text(make_store: MakeStore) -> None:
+def test_a_source_has_a_text_once_and_an_id_stands_for_one_text(make_store: MakeStore) -> None:
     embedder = HashEmbedder()
     store = make_store(embedder)
-    first = store.add([Fact("a", title="first"), Fact("b"), Fact("a", title="second", id="other")])
-    again = store.add([Fact("b", title="later"), Fact("a", id="third")])
+    first = store.add([Fact("a", title="first"), Fact("b"), Fact("a", title="second")])
+    again = store.add([Fact("b", title="later"), Fact("a")])
     assert (first.added, first.duplicates, again.added, again.duplicates) == (2, 1, 0, 2)
     assert embedder.embedded == 2
     assert [(fact.text, fact.title) for fact in store.facts()] == [("a", "first"), ("b", "")]
@@ -301,6 +310,72 @@ def test_a_text_is_stored_once_and_an_id_stands_for_one_text(make_store: MakeSto
     with pytest.raises(FactError, match="expected a Fact"):
         store.add(["text"])  # type: ignore[list-item]
     assert len(store) == 2
+
+
+SAME = "Return the key before nine."
+TWO = [Fact(SAME, source=source) for source in ("a.md", "b.md")]
+
+
+def test_equal_texts_of_two_sources_are_two_facts(make_store: MakeStore) -> None:
+    embedder = HashEmbedder()
+    store = make_store(embedder)
+    reports = [store.add([*TWO, *TWO[:1]]) for _ in range(2)]
+    assert [(report.added, report.duplicates) for report in reports] == [(2, 1), (0, 3)]
+    assert embedder.embedded == 1
+    assert store.add(TWO, overwrite=True).added == 0
+    assert sorted(hit.fact.source for hit in store.search(SAME, 9)) == ["a.md", "b.md"]
+    # An id of its own is another fact; without one, the source has the text already.
+    assert store.add([Fact(SAME, source="c.md", id="c"), Fact(SAME, source="c.md")]).added == 1
+    for number, fact in enumerate(TWO, 2):
+        assert store.update(replace(fact, text=f"By {number}.")).version == 2
+    assert [fact.text for fact in store.facts()] == ["By 2.", "By 3.", SAME]
+    assert store.add(TWO).superseded == tuple(fact.id for fact in TWO)
+    assert store.update(replace(TWO[0], text=SAME)).version == 3  # the text of the fact `c`
+    assert store.delete(["c"]) == 1
+    assert [fact.text for fact in store.facts(where={"source": "a.md"})] == [SAME]
+    assert store.verify() == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("space", ["default", "isles"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_ids_of_texts_alone_stay_readable(make_store: MakeStore, space: str, *, overwrite: bool) -> None:
+    store, two = make_store(HashEmbedder()), [replace(fact, namespace=space, id="") for fact in TWO]
+    old = replace(two[0], id=content_id(SAME, space))
+    store.add([old])
+    report = store.add(two, overwrite=overwrite)
+    assert (report.added, report.duplicates) == (1, 1)
+    assert list(store.facts()) == [old, two[1]]
+    if not overwrite:
+        store.update(replace(old, text="Before ten."))
+        assert store.add(two).superseded == (old.id,)
+    assert store.delete([old.id]) == 1
+    assert list(store.facts()) == two[1:]
+
+
+def test_a_search_in_banks_does_not_wait_for_the_embedding_of_new_facts(make_store: MakeStore) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    class Slow(HashEmbedder):
+        def embed(self, texts: Sequence[str]) -> Floats:
+            if "slow" in texts:
+                begun.set()
+                assert go.wait(60)
+            return super().embed(texts)
+
+    store = make_store(Slow())
+    store.add(facts_of(8))
+    store.rebuild()
+    with ThreadPoolExecutor(2) as pool:
+        adding = pool.submit(store.add, [Fact("slow"), Fact("more")])
+        assert begun.wait(60)
+        try:
+            hits = pool.submit(store.search, "q", 3, probes=1).result(timeout=30)
+            # What others have added meanwhile is looked at again.
+            assert store.add([Fact("more")]).added == 1
+        finally:
+            go.set()
+        report = adding.result()
+    assert (len(hits), report.added, report.duplicates, len(store)) == (3, 1, 1, 10)
 
 
 def test_what_comes_later_joins_the_nearest_bank(make_store: MakeStore) -> None:

@@ -76,12 +76,20 @@ def test_facts_without_a_pack_are_deleted(facts: FactStore, delivery: Delivery) 
     assert len(facts) == 2
 
 
-def test_a_text_under_two_ids_is_in_one_bank(facts: FactStore, tmp_path: Path) -> None:
+def test_a_text_under_two_ids_stands_in_a_unit_once(facts: FactStore, tmp_path: Path) -> None:
     store, made = PackStore(tmp_path / "packs"), lines(4)
     delivery = Delivery(facts, tiny_engine(), store, unit="bank", kv="lazy")
     delivery.add([*made, Fact("Line 1.", id="twin", namespace="isles")])
-    assert sorted(fact.id for name in facts.banks() for fact in facts.bank_facts(name)) == ["i0", "i1", "i2", "i3"]
-    assert len(list(store)) == len(facts.banks())
+    assert sorted(fact.id for name in facts.banks() for fact in facts.bank_facts(name)) == [
+        *(f"i{n}" for n in range(4)),
+        "twin",
+    ]
+    packs = {handle: store.get(handle) for handle in store}
+    assert sorted(line for pack in packs.values() for line in pack.text.splitlines()) == [fact.text for fact in made]
+    delivery.delete(["twin"])
+    assert set(store) == set(packs)
+    delivery.delete(["i1"])
+    assert set(store) == {handle for handle, pack in packs.items() if "Line 1." not in pack.text}
 
 
 def test_nothing_is_stored_without_an_engine_to_compile_it(facts: FactStore, delivery: Delivery) -> None:
@@ -121,3 +129,16 @@ def test_what_a_correction_replaced_is_not_compiled_again(delivery: Delivery) ->
     delivery.update(replace(said, text="The mill has six sails."))
     delivery.add([said])
     assert [delivery.store.get(handle).text for handle in delivery.store] == ["The mill has six sails."]
+
+
+def test_deleting_a_document_leaves_the_equal_text_of_another(delivery: Delivery) -> None:
+    delivery.add([*(Fact("Key by nine.", source=source) for source in ("a.md", "b.md", "c.md")), *lines(3)])
+    found = delivery.search("Key by nine.", 3)
+    assert len({result.unit.text for result in found}) == 3
+    for source, left in (("a.md", 2), ("b.md", 1)):
+        assert len(delivery.delete(source=source)) == 1
+        assert len(list(delivery.facts.facts(where={"source": {"$contains": ".md"}}))) == left
+        assert delivery.search("Key by nine.", 1)[0].handle == found[0].handle
+        assert (delivery.gc(), found[0].handle in delivery.store) == ([], True)
+    delivery.delete(source="c.md")
+    assert found[0].handle not in delivery.store
