@@ -123,7 +123,7 @@ def _top(
     else:
         warnings.simplefilter("ignore")
         # Our own error says in one sentence what is wrong with a file.
-        logging.getLogger("pypdf").setLevel(logging.CRITICAL)
+        logging.getLogger("pdfminer").setLevel(logging.CRITICAL)
     if context.invoked_subcommand is None:
         from kp_core.facts.client import is_fact_store
 

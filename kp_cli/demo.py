@@ -37,8 +37,8 @@ _NEXT = (
 @spread
 def demo(*, model: ModelOptions) -> None:
     """See in a minute what packs do: the same answer, sooner, at a prompt that does not grow, in a style of its own."""
+    from kp_cli.sources import read_facts
     from kp_core import PackStore
-    from kp_core.facts.sources import read_facts
 
     began, out = time.perf_counter(), console()
     out.print("Knowledge Packs: text is read once, and then only named.", style="bold")

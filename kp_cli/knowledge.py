@@ -32,14 +32,14 @@ from kp_cli.shared import (
     tell,
 )
 from kp_cli.signs import fitted, waiting
+from kp_cli.sources import OnError, read_facts
+from kp_cli.sources.drafts import STDIN
 from kp_core import edit as editing
 from kp_core.compiling import compile_cost, find_compiled, provenance_of
 from kp_core.delivery import KV, Delivery, Unit
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, PackError, SourceError
 from kp_core.facts import ChromaFactStore, Fact, FactStore
-from kp_core.facts.sources import OnError, read_dataset, read_facts
-from kp_core.facts.sources.drafts import STDIN
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
@@ -63,47 +63,43 @@ _Vacuum = Annotated[
 _Unit = Annotated[Unit, typer.Option(help="What a pack holds.")]
 
 
+def _no_dataset(name: str | None) -> None:
+    if name is not None:
+        raise typer.BadParameter(
+            f"--dataset is gone in 0.3; write the rows as JSON lines: `datasets.load_dataset({name!r}, split='train')"
+            ".to_json('rows.jsonl')`, and build from rows.jsonl."
+        )
+
+
 @dataclass(frozen=True)
 class SourceOptions:
-    """Options for a dataset beside files, and for reading facts."""
+    """Options for reading facts."""
 
-    dataset: Annotated[str | None, typer.Option(metavar="NAME", help="Also read this Hugging Face dataset.")] = None
-    config: Annotated[str | None, typer.Option(metavar="NAME", help="Configuration of --dataset.")] = None
-    split: Annotated[str | None, typer.Option(metavar="NAME", help="Split of --dataset; default: train.")] = None
-    column: Annotated[
-        list[str] | None,
-        typer.Option(metavar="COLUMN=FIELD", help="A column of --dataset to read, e.g. `context=text`. Default: all."),
-    ] = None
+    dataset: Annotated[str | None, typer.Option(hidden=True, callback=_no_dataset)] = None
     namespace: Annotated[str | None, typer.Option(help="Namespace of the facts.", callback=checked_namespace)] = None
     ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="Facts expire after this time.")] = None
     on_error: Annotated[OnError, typer.Option(help="What to do with rows that are no facts.")] = "raise"
-    max_chars: Annotated[
-        int, typer.Option(help="Cut longer paragraphs of text, Markdown, Word, PDF and HTML; in characters.")
-    ] = 2000
+    max_chars: Annotated[int, typer.Option(help="Cut longer paragraphs of texts and documents; in characters.")] = 2000
     encoding: Annotated[
         str | None, typer.Option(metavar="NAME", help="Encoding of text that is not UTF-8, e.g. cp1252.")
     ] = None
 
     def facts(self, files: Sequence[Path], skipped: list[SourceError]) -> Iterator[Fact]:
-        """The facts in `files`, then those of the dataset. Skipped rows go to `skipped`.
+        """The facts in `files`. Skipped rows go to `skipped`.
 
         A missing file raises `SourceError` at once, before anything is read or written.
         """
         for file in files:
             if str(file) != STDIN:
                 existing(file)
-        reading_options: Any = {"on_error": self.on_error, "skipped": skipped.append, "namespace": self.namespace}
-        facts = read_facts(files, max_chars=self.max_chars, encoding=self.encoding, **reading_options)
-        if self.dataset is None:
-            if self.config or self.split or self.column:
-                raise typer.BadParameter("--config, --split and --column go with --dataset.")
-            return facts
-        for column in self.column or ():
-            if not all(column.partition("=")):
-                raise typer.BadParameter(f"Got --column {column}; expected COLUMN=FIELD, e.g. context=text.")
-        columns = dict(column.split("=", 1) for column in self.column or ()) or None
-        rows = read_dataset(self.dataset, self.config, split=self.split or "train", columns=columns, **reading_options)
-        return itertools.chain(facts, rows)
+        return read_facts(
+            files,
+            max_chars=self.max_chars,
+            encoding=self.encoding,
+            on_error=self.on_error,
+            skipped=skipped.append,
+            namespace=self.namespace,
+        )
 
 
 @spread
@@ -112,7 +108,8 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[FILE...]", help="JSON lines, CSV, text, Markdown, Word, PDF, HTML, folders; - is standard input."
+            metavar="[FILE...]",
+            help="JSON lines, CSV, text, Markdown, Word, PDF, HTML, slides, sheets, folders; - is standard input.",
         ),
     ] = None,
     *,
@@ -151,10 +148,10 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     packs of old texts.
     """
     texts = fact or []
-    if not (files or texts or source.dataset) and not (is_collection(place) and (compiled or bank_size)):
+    if not (files or texts) and not (is_collection(place) and (compiled or bank_size)):
         if Path(place).exists() and not is_collection(place):
             raise typer.BadParameter(f"Got no name. `kp build NAME {place}` makes one of {place}.")
-        raise typer.BadParameter("Got neither files nor --fact nor --dataset; give one.")
+        raise typer.BadParameter("Got neither files nor --fact; give one.")
     if (fact_id and len(texts) != 1) or (title and not texts):
         raise typer.BadParameter("--id goes with exactly one --fact, and --title with --fact.")
     new_facts = [Fact(text, title=title, id=fact_id, namespace=source.namespace or "default") for text in texts]

@@ -11,8 +11,8 @@ import typer
 from rich.table import Table
 
 from kp_cli.shared import JsonFlag, ModelOptions, PlaceOptions, existing, is_collection, spread, tell
+from kp_cli.sources import read_facts
 from kp_core.compose.packet import SHIPPED, PacketComposer
-from kp_core.facts.sources import read_facts
 
 __all__ = ["packet"]
 

@@ -14,9 +14,9 @@ from rich.console import Group
 from rich.table import Table
 
 from kp_cli.shared import JsonFlag, ModelOptions, did_you_mean, existing, spread, table_of, tell
+from kp_cli.sources.texts import read_json_lines
 from kp_core import SentenceTransformerEmbedder
 from kp_core.errors import SourceError, SteeringError
-from kp_core.facts.sources.texts import read_json_lines
 from kp_core.steering import (
     LayerRange,
     Method,

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from kp_cli.sources import read_facts
 from kp_core.delivery import Delivery
 from kp_core.engines.explain import Explanation
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, SourceError
 from kp_core.facts import Fact, Hit, MemoryFactStore
 from kp_core.facts.embed import Embedder
-from kp_core.facts.sources import read_facts
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
 from kp_core.packs.store import PackStore

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from kp_cli.app import app, run
+from kp_cli.sources import FORMATS
 from kp_core import PackStore, Session
-from kp_core.facts.sources import FORMATS
-from tests.cli.conftest import FACTS, Kp, as_json, started
+from tests.cli.conftest import Kp, as_json, started
 
 
 @pytest.fixture
@@ -44,44 +44,10 @@ def test_help_names_every_command_and_the_exit_codes(kp: Kp) -> None:
     assert "--install-completion" in out
 
 
-def test_a_dataset_is_read_beside_files(kp: Kp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("datasets")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "set").mkdir()
-    rows = [{"context": fact["text"], "heading": fact["title"]} for fact in FACTS]
-    (tmp_path / "set" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"context": ""}]))
-    (tmp_path / "more.jsonl").write_text('{"text": "Quillmere has a lighthouse."}\n')
-    named = ("--dataset", "set", "--column", "context=text", "--column", "heading=title")
-    code, out, err = kp("build", "bank", *named)
-    assert (code, out) == (1, "")
-    assert "set/train, row 5" in err
-    report = as_json(kp("build", "bank", "more.jsonl", *named, "--on-error", "skip", "--json"))
-    # What came before the error was kept, and is not added twice.
-    assert report["facts"] == 5
-    assert len(report["skipped"]) == 1
-    [hit] = as_json(kp("search", "bank", "Who wrote the Grey Tide?", "-k", "1", "--json"))["hits"]
-    assert (hit["text"], hit["title"], hit["source"]) == (FACTS[2]["text"], "Novel", "set/train")
-    again = as_json(kp("build", "bank", *named, "--on-error", "skip", "--json"))
-    assert (again["added"], again["duplicates"]) == (0, 4)
-
-
-def test_a_dataset_that_is_not_there_leaves_nothing_behind(kp: Kp, tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train.jsonl").write_text('{"text": "a"}\n')
-    for asked, said in (
-        (("--dataset", str(tmp_path / "nowhere")), "nowhere: datasets cannot load its split 'train'"),
-        (("--dataset", "set", "--split", "test"), "set: datasets cannot load its split 'test'"),
-        (("--dataset", "set", "--config", "fr"), "set: datasets cannot"),
-    ):
-        code, out, err = kp("build", "bank", *asked)
-        assert (code, out) == (1, ""), err
-        assert said in err
-        assert not (tmp_path / "bank").exists()
-    for asked in ((), ("x.jsonl", "--split", "test"), ("--dataset", "set", "--column", "text")):
-        (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
-        assert kp("build", "bank", *asked)[0] == 2
-        assert not (tmp_path / "bank").exists()
+def test_a_dataset_is_refused_with_what_to_do(kp: Kp) -> None:
+    code, out, err = kp("build", "bank", "--dataset", "squad")
+    assert (code, out) == (2, "")
+    assert "gone in 0.3; write the rows as JSON lines" in " ".join(err.replace("│", " ").split())
 
 
 def test_brackets_are_printed_as_they_are(kp: Kp, bank: Path, at_once: None) -> None:
@@ -353,4 +319,4 @@ def test_completion_is_there_for_shells(monkeypatch: pytest.MonkeyPatch, capfd: 
     with pytest.raises(SystemExit):
         run([])
     assert capfd.readouterr().out.split() == ["remove"]
-    assert set(FORMATS) == {".jsonl", ".csv", ".txt", ".md", ".docx", ".pdf", ".html", ".htm"}
+    assert set(FORMATS) == {".jsonl", ".csv", ".txt", ".md", ".docx", ".pptx", ".xlsx", ".pdf", ".html", ".htm"}

@@ -16,11 +16,11 @@ import docx
 import torch
 from pypdf import PdfWriter
 
+from kp_cli.sources import read_facts
 from kp_core import Fact, PackStore, Steering
 from kp_core.compose import PacketComposer
 from kp_core.errors import PackCorruptError
 from kp_core.facts import ChromaFactStore
-from kp_core.facts.sources import read_facts
 from kp_core.packs.file import encode_pack, read_pack
 from kp_core.steering import load_steering, save_steering
 from kp_core.testing import HashEmbedder

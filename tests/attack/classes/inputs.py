@@ -12,9 +12,9 @@ from typing import Any
 import jsonschema
 
 from benchmarks.grammar import random_schema
+from kp_cli.sources import read_rows
 from kp_core import Fact, Handle, MemoryFactStore, PackStore
 from kp_core.engines.request import OPTIONS
-from kp_core.facts.sources import read_rows
 from kp_core.testing import HashEmbedder
 from tests.attack.harness import Case, WrongError, refused
 from tests.attack.mutate import number, text, value, warped

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Sequence
+from itertools import pairwise
 
-__all__ = ["are_names", "has_header", "markdown_rows", "named", "page_tables", "row_texts"]
+__all__ = ["are_names", "has_header", "markdown_rows", "named", "row_texts"]
 
 _NUMBER = re.compile(r"[-+(]?[$€£]?\s?\d[\d.,' ]*\s?[%$€£)]?")
 _LONGEST_NAME = 60
 _RULE = frozenset("|-: \t")
 _PIPE = re.compile(r"(?<!\\)\|")
-_GAP = re.compile(r" {2,}|\t+")
-_CAPTION = re.compile(r"(table|tab\.)\s*\d", re.IGNORECASE)
 
 
 def named(names: Sequence[str], values: Sequence[str], caption: str = "") -> str:
@@ -59,17 +57,3 @@ def markdown_rows(lines: Sequence[str]) -> tuple[int, list[list[str]]] | None:
             cells = [[cell.strip().replace("\\|", "|") for cell in _PIPE.split(row.strip())] for row in rows]
             return at, [row[not row[0] : len(row) - (not row[-1] and len(row) > 1)] for row in cells]
     return None
-
-
-def page_tables(text: str) -> Iterator[tuple[str, list[list[str]]]]:
-    """Yield the tables in the text of a page that keeps its columns apart by blanks: the caption and the rows of each.
-
-    Only those with numbers below the names, as columns of prose look alike.
-    """
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    above = ""
-    for width, run in groupby((_GAP.split(line) for line in lines), len):
-        rows = list(run)
-        if width > 1 and len(rows) > 2 and has_header(rows) and any(map(_NUMBER.fullmatch, rows[1])):
-            yield above if _CAPTION.match(above) else "", rows
-        above = rows[-1][0]

@@ -35,7 +35,10 @@ def wrong(path: object, place: str, reason: str) -> Draft:
 
 
 def lines_of(path: Path, encoding: str | None = None) -> Iterator[tuple[int, str | SourceError]]:
-    """Yield the lines of a text file with their numbers from 1; text not in `encoding` (UTF-8) is an error."""
+    """Yield the lines of a text file with their numbers from 1; text not in `encoding` (UTF-8) is an error.
+
+    Lines end with LF, CR LF, or, as on old Macs, CR.
+    """
     encoding = encoding or "UTF-8"
     with _opened(path, encoding) as file:
         number = 0
@@ -54,16 +57,16 @@ def lines_of(path: Path, encoding: str | None = None) -> Iterator[tuple[int, str
             except UnicodeError as error:  # UTF-16 without a byte order mark raises a plain UnicodeError.
                 yield number, error_at(path, place, f"is not {encoding} ({getattr(error, 'reason', error)})")
                 return
-            yield number, (line.removeprefix(_BOM) if number == 1 else line).rstrip("\r\n")
+            yield number, (line.removeprefix(_BOM) if number == 1 else line).rstrip("\n")
 
 
 @contextmanager
 def _opened(path: Path, encoding: str) -> Iterator[TextIO]:
     if str(path) != STDIN:
-        with path.open(encoding=encoding, errors="surrogateescape", newline="\n") as file:
+        with path.open(encoding=encoding, errors="surrogateescape") as file:
             yield file
         return
-    text = io.TextIOWrapper(sys.stdin.buffer, encoding, "surrogateescape", newline="\n")
+    text = io.TextIOWrapper(sys.stdin.buffer, encoding, "surrogateescape")
     try:
         yield text
     finally:

@@ -1,8 +1,7 @@
 """Reads facts from files of several formats and from rows, one at a time.
 
 Nothing is dropped silently: a row or file that gives no fact is an error that names file and line, or is reported if
-errors are skipped. Files are read line by line (PDF page by page, HTML as a whole) and rows one by one, so any number
-works.
+errors are skipped. Text files are read line by line, PDF page by page, other documents as a whole, and rows one by one.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from kp_core.bundled import needing
+from kp_cli.sources.converted import read_html, read_office, read_pdf
+from kp_cli.sources.drafts import STDIN, Draft, error_at, wrong
+from kp_cli.sources.texts import read_csv, read_json_lines, read_markdown, read_text
 from kp_core.errors import KnowledgePackError, SourceError
 from kp_core.facts.base import Fact
-from kp_core.facts.sources.documents import read_docx, read_html, read_pdf
-from kp_core.facts.sources.drafts import STDIN, Draft, error_at, wrong
-from kp_core.facts.sources.texts import read_csv, read_json_lines, read_markdown, read_text
 
-__all__ = ["FORMATS", "OnError", "read_dataset", "read_facts", "read_rows"]
+__all__ = ["FORMATS", "OnError", "read_facts", "read_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +48,9 @@ def read_facts(  # noqa: PLR0913 - every setting has a default that works
     - `.txt`: a fact per paragraph; blank lines separate paragraphs.
     - `.md`: as text, with the headings above (`Guide > Install`) as title; a fenced block is one paragraph.
       A row of a table is a paragraph with the names of its columns.
-    - `.html`: as Markdown; list items and table rows are paragraphs; scripts and navigation are left out.
-    - `.docx`: a fact per paragraph or table row, with `paragraph` in its metadata and titles as in Markdown.
-    - `.pdf`: a fact per paragraph of a page, or per row of a table with numbers, with `page` in its metadata and the
-      document's title as title.
+    - `.html`, `.docx`, `.pptx`, `.xlsx`: as the Markdown that markitdown makes of it, with the page's title, and
+      `slide` in the metadata. Text that it leaves out of an Office file is named in a warning.
+    - `.pdf`: the same for each page, with `page` in the metadata and the document's title as title.
     - `-`: JSON lines if it begins with `{`, else as `.txt`.
 
     Paragraphs of more than `max_chars` characters are cut at sentence ends. Unless the row says otherwise, the source
@@ -82,11 +79,11 @@ def read_rows(  # noqa: PLR0913 - every setting has a default that works
     skipped: Callable[[SourceError], None] | None = None,
     namespace: str | None = None,
 ) -> Iterator[Fact]:
-    """Yield the facts in any iterable of mappings, with fields as in `.jsonl`; it may be endless or a dataset.
+    """Yield the facts in any iterable of mappings, with fields as in `.jsonl`; it may be endless.
 
     `columns` selects and renames fields, e.g. `{"passage": "text", "url": "source"}`; by default all fields keep their
-    names. Hugging Face datasets work too. Raises and skips as `read_facts`, naming `source` and the number of the row,
-    from 1.
+    names. Rows of a Hugging Face dataset work too. Raises and skips as `read_facts`, naming `source` and the number of
+    the row, from 1.
     """
 
     def drafts() -> Iterator[Draft]:
@@ -100,40 +97,6 @@ def read_rows(  # noqa: PLR0913 - every setting has a default that works
                 yield place, {field: row[column] for column, field in columns.items()} if columns else row
 
     return _kept(_facts(source, drafts(), namespace), on_error, skipped)
-
-
-def read_dataset(  # noqa: PLR0913 - every setting has a default that works
-    name: str | os.PathLike[str],
-    config: str | None = None,
-    *,
-    split: str = "train",
-    columns: Mapping[str, str] | None = None,
-    on_error: OnError = "raise",
-    skipped: Callable[[SourceError], None] | None = None,
-    namespace: str | None = None,
-) -> Iterator[Fact]:
-    """Yield the facts in a split of a Hugging Face dataset, by its name on the hub or its folder; streams the rows.
-
-    See `read_rows`; the source of a fact is `name/split` unless a column says otherwise. Raises `SourceError` if
-    `datasets` cannot load it, `MissingDependencyError` if `datasets` is not installed.
-    """
-    with needing(f"{name}: reading a dataset needs datasets", "datasets"):
-        import datasets
-    failures = (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError)
-    try:
-        rows = datasets.load_dataset(os.fspath(name), config, split=split, streaming=True)
-    except failures as error:
-        raise SourceError(f"{name}: datasets cannot load its split {split!r} ({error}).") from error
-
-    def checked() -> Iterator[Mapping[str, object]]:
-        try:
-            yield from rows
-        except failures as error:
-            raise SourceError(f"{name}: datasets cannot read on ({error}).") from error
-
-    return read_rows(
-        checked(), source=f"{name}/{split}", columns=columns, on_error=on_error, skipped=skipped, namespace=namespace
-    )
 
 
 def _kept(
@@ -222,7 +185,9 @@ FORMATS: dict[str, _Reader] = {
     ".csv": read_csv,
     ".txt": read_text,
     ".md": read_markdown,
-    ".docx": read_docx,
+    ".docx": read_office,
+    ".pptx": read_office,
+    ".xlsx": read_office,
     ".pdf": read_pdf,
     ".html": read_html,
     ".htm": read_html,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kp_cli.sources.drafts import Draft, Headings, below, cut, lines_of, title_of, wrong
+from kp_cli.sources.tables import are_names, markdown_rows, named, row_texts
 from kp_core.errors import SourceError
-from kp_core.facts.sources.drafts import Draft, Headings, below, cut, lines_of, title_of, wrong
-from kp_core.facts.sources.tables import are_names, markdown_rows, named, row_texts
 
-__all__ = ["read_csv", "read_json_lines", "read_markdown", "read_text"]
+__all__ = ["markdown_drafts", "read_csv", "read_json_lines", "read_markdown", "read_text"]
 
 _HEADING = re.compile(r"(#{1,6})\s+(.*)$")
 _FENCE = re.compile(r"(`{3,}|~{3,})")
@@ -21,26 +21,43 @@ _FENCE = re.compile(r"(`{3,}|~{3,})")
 
 def read_text(path: Path, max_chars: int, encoding: str | None = None) -> Iterator[Draft]:
     """Yield the paragraphs between blank lines."""
-    yield from _paragraphs(path, max_chars, encoding, markdown=False)
+    yield from _paragraphs(lines_of(path, encoding), max_chars, markdown=False)
 
 
 def read_markdown(path: Path, max_chars: int, encoding: str | None = None) -> Iterator[Draft]:
     """Yield paragraphs and fenced blocks, under the headings above them."""
-    yield from _paragraphs(path, max_chars, encoding, markdown=True)
+    yield from markdown_drafts(lines_of(path, encoding), max_chars)
 
 
-def _paragraphs(path: Path, max_chars: int, encoding: str | None, *, markdown: bool) -> Iterator[Draft]:
+def markdown_drafts(lines: Iterable[tuple[int, str | SourceError]], max_chars: int) -> Iterator[Draft]:
+    """Yield paragraphs, fenced blocks and table rows of numbered lines, under the headings above them.
+
+    A heading with nothing below it, not even another heading, is a paragraph itself.
+    """
+    yield from _paragraphs(lines, max_chars, markdown=True)
+
+
+def _paragraphs(  # noqa: C901 - one pass over the lines
+    source: Iterable[tuple[int, str | SourceError]], max_chars: int, *, markdown: bool
+) -> Iterator[Draft]:
     lines: list[str] = []
     headings: Headings = ()
-    begun, fence = 1, ""
+    begun, fence, bare = 1, "", 0  # `bare` is the line of the last heading while nothing is below it.
 
     def flush() -> Iterator[Draft]:
+        nonlocal bare
         for number, text in _with_rows(lines, begun) if markdown else [(begun, "\n".join(lines))]:
             for piece in cut(text, max_chars):
+                bare = 0
                 yield f"line {number}", {"text": piece, "title": title_of(headings), "line": number}
         lines.clear()
 
-    for number, line in lines_of(path, encoding):
+    def childless() -> Iterator[Draft]:
+        if bare and headings[-1][1]:
+            for piece in cut(headings[-1][1], max_chars):
+                yield f"line {bare}", {"text": piece, "title": title_of(headings[:-1]), "line": bare}
+
+    for number, line in source:
         if isinstance(line, SourceError):
             yield f"line {number}", line
             continue
@@ -49,7 +66,10 @@ def _paragraphs(path: Path, max_chars: int, encoding: str | None, *, markdown: b
         if (not line.strip() and not fence) or heading:
             yield from flush()
             if heading:
+                if bare and len(heading[1]) <= headings[-1][0]:
+                    yield from childless()
                 headings = below(headings, len(heading[1]), heading[2].rstrip("#").rstrip())
+                bare = number
             continue
         if not lines:
             begun = number
@@ -57,6 +77,7 @@ def _paragraphs(path: Path, max_chars: int, encoding: str | None, *, markdown: b
         if mark and (not fence or (line.strip() == mark[1] and mark[1].startswith(fence))):
             fence = "" if fence else mark[1]
     yield from flush()
+    yield from childless()
 
 
 def _with_rows(lines: Sequence[str], begun: int) -> Iterator[tuple[int, str]]:
@@ -71,7 +92,11 @@ def _with_rows(lines: Sequence[str], begun: int) -> Iterator[tuple[int, str]]:
     at, rows = found
     if at > 1:
         yield begun, "\n".join(lines[:at])
-    texts = row_texts(rows, lines[0].strip() if at == 1 else "", is_marked=True) or ()
+    caption = lines[0].strip() if at == 1 else ""
+    if any(rows[0]):
+        texts = row_texts(rows, caption, is_marked=True) or ()
+    else:  # markitdown puts an empty header above a table without one.
+        texts = ["", *(row_texts(rows[1:], caption) or (" ".join(filter(None, row)) for row in rows[1:]))]
     yield from ((begun + at + number + 1, text) for number, text in enumerate(texts) if text)
 
 
