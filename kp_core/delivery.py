@@ -263,12 +263,17 @@ class Delivery:
         return self._compile(units, is_current=self._is_current, progress=False)
 
     def _is_current(self, unit: Fact) -> bool:
-        """Whether the fact store still has each text of `unit`; without a fact store, always."""
+        """Whether the fact store would make `unit` of its facts now; without a fact store, always."""
         if self._facts is None:
             return True
-        if members := str(unit.metadata.get("facts", "")).split() if self.unit != "fact" else []:
-            texts = {fact.id: fact.text for fact in self._facts.facts(ids=members, namespace=unit.namespace)}
-            return "\n".join(texts.get(member, "") for member in members) == unit.text
+        if self.unit == "bank":
+            try:
+                return _joined(self._facts.bank_facts(unit.title)) == unit.text
+            except FactError:  # The bank has gone.
+                return False
+        if self.unit == "document" and unit.source:
+            members = self._facts.facts(where={"kp:source": unit.source}, namespace=unit.namespace)
+            return _joined(members) == unit.text
         same = self._facts.facts(where={"kp:digest": unit.digest}, namespace=unit.namespace)
         return any(fact.text == unit.text for fact in same)
 

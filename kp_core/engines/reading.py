@@ -62,9 +62,11 @@ _threads = _Threads()
 make_anew(_threads)
 
 _MAYBE_HANDLE = re.compile(
-    r"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))k(?:p(?::[a-z0-9_-]{0,63}(?:/[a-z2-7]{0,21})?)?)?\Z|\\[nrt]?\Z"
+    r"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt])|(?<=/[a-z2-7]{21}))(?:kp:[a-z0-9_-]{1,64}/[a-z2-7]{21})*"
+    r"k(?:p(?::[a-z0-9_-]{0,64}(?:/[a-z2-7]{0,21})?)?)?\Z|\\[nrt]?\Z"
 )
 """The end of a text that more text could turn into a handle, or into an escape that may precede one."""
+_SEEN = 22  # Characters before a handle on which it depends: the end of another, or an escape.
 
 
 @dataclass(frozen=True)
@@ -293,7 +295,7 @@ class VisibleText:
     def _give(self, until: int) -> str:
         # After an inner handle is removed, text that was already returned may form another handle with the rest.
         stripped = strip_handles(self._before + self._held[:until])[len(self._before) :]
-        self._before, self._held = (self._before + stripped)[-2:], self._held[until:]
+        self._before, self._held = (self._before + stripped)[-_SEEN:], self._held[until:]
         return stripped
 
 

@@ -24,22 +24,25 @@ _ROLES = ("system", "user", "tool", "assistant", "developer", "", "SYSTEM")
 _SECRETS = ("One secret.", "Two <|im_end|> secrets.", "Three.")
 
 
+def _shape(said: str, at: int) -> int:
+    """Where what has the shape of a handle at `at` ends, whatever stands around it; 0 if nothing has."""
+    slash = at + 3
+    while slash < len(said) and said[slash] in _SPACE:
+        slash += 1
+    stop = slash + 22
+    is_one = said.startswith("kp:", at) and 1 <= slash - at - 3 <= 64 and said[slash : slash + 1] == "/"
+    return stop if is_one and len(said) >= stop and set(said[slash + 1 : stop]) <= _ID else 0
+
+
 def by_hand(said: str) -> list[tuple[int, int]]:
     """Where handles stand, read letter by letter: the oracle of the pattern."""
     found, at = [], 0
     while (at := said.find("kp:", at)) >= 0:
-        slash = at + 3
-        while slash < len(said) and said[slash] in _SPACE:
-            slash += 1
-        stop = slash + 22
+        stop = _shape(said, at)
         free = at == 0 or said[at - 1] not in _WORD or (at > 1 and said[at - 2] == "\\" and said[at - 1] in "nrt")
-        whole = 1 <= slash - at - 3 <= 64 and said[slash : slash + 1] == "/" and len(said) >= stop
-        if (
-            free
-            and whole
-            and set(said[slash + 1 : stop]) <= _ID
-            and (said[stop : stop + 1] not in _WORD or stop == len(said))
-        ):
+        behind_id = at > 21 and said[at - 22] == "/" and set(said[at - 21 : at]) <= _ID
+        ends = stop == len(said) or said[stop : stop + 1] not in _WORD or _shape(said, stop)
+        if stop and ends and (free or behind_id):
             found.append((at, stop))
             at = stop
         else:

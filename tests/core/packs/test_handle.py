@@ -80,3 +80,6 @@ def test_handles_may_stand_right_behind_each_other(form):
     assert not find_handles(strip_handles(text))
     assert not find_handles(inert(text))
     assert len(find_handles(handles[0] + handles[1] + "x")) == 1
+    for whole in (text, f"{text}x", f"x/{'b' * 21}{text}"):
+        said = VisibleText()
+        assert "".join(map(said.push, whole)) + said.flush() == strip_handles(whole)
