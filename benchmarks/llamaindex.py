@@ -1,6 +1,6 @@
 """LlamaIndex over packs: the same answers as from text, and an agent that does not compute twice what it read.
 
-Query engine: the gold facts of all questions make one `KnowledgePackIndex`. Each question is asked of a
+Query engine: the gold facts of all questions make one `VectorStoreIndex`. Each question is asked of a
 `RetrieverQueryEngine` in `compact` mode twice on one engine, with packs and with the same nodes as text, the cache
 cleared before each. Answers are compared as text. The score counts answers that contain the gold answer as words.
 
@@ -18,6 +18,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from llama_index.core import VectorStoreIndex
 from llama_index.core.agent.workflow import AgentStream, FunctionAgent
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
@@ -28,7 +29,7 @@ from rich.progress import track
 
 from benchmarks import common
 from kp_core import PackStore, Session
-from kp_llamaindex import KnowledgePackIndex, KnowledgePackLLM
+from kp_llamaindex import KnowledgePackEmbedding, KnowledgePackLLM, KnowledgePackPostprocessor
 
 __all__ = ["main", "run"]
 
@@ -75,18 +76,18 @@ def ask_all(
         str(part): TextNode(text=str(part)) for example in examples for part in example.paragraphs if part.is_supporting
     }
     llm = KnowledgePackLLM(engine=engine, store=store, namespaces=(_NAMESPACE,), max_tokens=tokens)
-    index = KnowledgePackIndex.from_nodes(
-        list(nodes.values()), engine=engine, store=store, namespace=_NAMESPACE, llm=llm
-    )
+    index = VectorStoreIndex(list(nodes.values()), embed_model=KnowledgePackEmbedding())
+    packing = KnowledgePackPostprocessor(engine=engine, store=store, namespace=_NAMESPACE, precompile="now")
+    packing.compile(nodes.values())
     usages = _Usages()
     get_dispatcher().add_event_handler(usages)
     said: dict[str, list[str]] = {"packs": [], "text": []}
     sent: dict[str, list[int]] = {"packs": [], "text": []}
     for example in track(examples, "Questions"):
-        for condition, content in (("packs", "handle"), ("text", "text")):
+        for condition, steps in (("packs", [packing]), ("text", [])):
             engine.clear_cache()
             usages.seen.clear()
-            query_engine = index.as_query_engine(content=content, similarity_top_k=top_k)
+            query_engine = index.as_query_engine(llm, similarity_top_k=top_k, node_postprocessors=steps)
             said[condition].append(str(query_engine.query(example.question)))
             sent[condition].append(sum(usage["prompt_tokens"] for usage in usages.seen))
     get_dispatcher().event_handlers.remove(usages)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 from kp_core.compiling import Unit, compile_facts, find_compiled
@@ -86,6 +87,8 @@ class Delivery:
         self.unit, self.kv, self.compiled_for, self.precompile = unit, kv, compiled_for, precompile
         self.namespace = None if namespace is None else check_namespace(namespace)
         self.compress, self.accept = compress, accept
+        # Without a fact store: when sources were discarded, and when `sync` last looked, and the texts that it found.
+        self._discarded, self._synced = dict[str, float](), (-math.inf, set[str]())
 
     @property
     def facts(self) -> FactStore:
@@ -184,12 +187,19 @@ class Delivery:
         `texts` is called with these packs (`provenance["id"]` is the id of the document) and returns the texts that
         still exist. A pack that others add meanwhile stays. If it raises, nothing is deleted.
         """
+        began = time.monotonic()
         packs = {handle: pack for handle, pack in self.compiled().items() if pack.provenance["unit"] == "fact"}
         live = {content_id(text) for text in texts(packs)}
+        self._synced = began, live
         stale = [handle for handle, pack in packs.items() if content_id(pack.text) not in live]
         self.forget(*stale)
         log_event(logger, "packs synchronised", packs=len(packs), removed=len(stale))
         return stale
+
+    def discard(self, source: str) -> None:
+        """Delete the packs of this source; none that waits to be compiled, or is being compiled, is written."""
+        self._discarded[source] = time.monotonic()
+        self.forget(*(handle for handle, pack in self.compiled().items() if pack.provenance.get("source") == source))
 
     def gc(self) -> list[Handle]:
         """Delete the packs that `orphans` returns."""
@@ -233,13 +243,13 @@ class Delivery:
 
     def deliver(self, hits: Sequence[Hit]) -> list[Found]:
         """Turn hits, of this or any other search, into units with the handles of their packs, in the same order."""
-        units = [self._around(hit.fact, self.unit) for hit in hits]
+        units, now = [self._around(hit.fact, self.unit) for hit in hits], time.monotonic()
         if self.engine is None:
             handles = [self._lookup(unit) for unit in units]
         elif self.precompile == "idle":
-            handles = self._compiled_when_idle(units, self.engine)
+            handles = self._compiled_when_idle(units, self.engine, now)
         else:
-            handles = self._compile_current(units)
+            handles = self._compile_current(units, now)
         log_event(logger, "packs found", units=len(units), packs=sum(handle is not None for handle in handles))
         return [Found(hit, unit, handle) for hit, unit, handle in zip(hits, units, handles, strict=True)]
 
@@ -258,14 +268,16 @@ class Delivery:
             **options,
         )
 
-    def _compile_current(self, units: Sequence[Fact]) -> list[Handle | None]:
-        """Compile `units` that were found, except those whose facts are deleted before their packs are stored."""
-        return self._compile(units, is_current=self._is_current, progress=False)
+    def _compile_current(self, units: Sequence[Fact], found: float) -> list[Handle | None]:
+        """Compile `units` that were `found`, except those whose facts are deleted before their packs are stored."""
+        return self._compile(units, is_current=partial(self._is_current, found=found), progress=False)
 
-    def _is_current(self, unit: Fact) -> bool:
-        """Whether the fact store would make `unit` of its facts now; without a fact store, always."""
+    def _is_current(self, unit: Fact, found: float) -> bool:
+        """Whether the fact store would make `unit` of its facts now; without one, whether it was not deleted since then."""
         if self._facts is None:
-            return True
+            synced, live = self._synced
+            kept = found > synced or content_id(unit.text) in live
+            return kept and found > self._discarded.get(unit.source, -math.inf)
         if self.unit == "bank":
             try:
                 return _joined(self._facts.bank_facts(unit.title)) == unit.text
@@ -339,7 +351,7 @@ class Delivery:
             raise FactError("There is no engine to compile packs with; pass one: `Delivery(facts, engine, store)`.")
         return self.engine
 
-    def _compiled_when_idle(self, units: Sequence[Fact], engine: Session) -> list[Handle | None]:
+    def _compiled_when_idle(self, units: Sequence[Fact], engine: Session, found: float) -> list[Handle | None]:
         """Return the handles of packs that are compiled, and compile the others when the engine is idle."""
         compiled, _ = find_compiled(
             *(units, engine, self.store),
@@ -357,8 +369,8 @@ class Delivery:
                     began = time.monotonic()
                     time.sleep(_QUIET_S)
                     yield None  # While a request is answered, this takes as long.
-                if self._is_current(unit):
-                    yield self._compile_current([unit])
+                if self._is_current(unit, found):
+                    yield self._compile_current([unit], found)
 
         if missing:
             with suppress(BusyError):  # The next search finds them again.

@@ -9,8 +9,6 @@ from kp_core.bundled import needing
 
 with needing("kp_llamaindex needs LlamaIndex", "llamaindex"):
     from kp_llamaindex.embedding import KnowledgePackEmbedding
-    from kp_llamaindex.events import PackEvent
-    from kp_llamaindex.index import KnowledgePackIndex, KnowledgePackVectorStore
     from kp_llamaindex.llm import KnowledgePackLLM
     from kp_llamaindex.memory import KnowledgePackMemoryBlock
     from kp_llamaindex.messages import pack_place, to_messages
@@ -19,15 +17,25 @@ with needing("kp_llamaindex needs LlamaIndex", "llamaindex"):
 
 __all__ = [
     "KnowledgePackEmbedding",
-    "KnowledgePackIndex",
     "KnowledgePackLLM",
     "KnowledgePackMemoryBlock",
     "KnowledgePackPostprocessor",
     "KnowledgePackRetriever",
-    "KnowledgePackVectorStore",
     "NumberSources",
-    "PackEvent",
     "PackNode",
     "pack_place",
     "to_messages",
 ]
+
+_PACKED = "use LlamaIndex's `VectorStoreIndex` with `KnowledgePackPostprocessor`"
+_GONE = {
+    "KnowledgePackIndex": _PACKED,
+    "KnowledgePackVectorStore": _PACKED,
+    "PackEvent": "use `kp_core.events.subscribe`",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _GONE:
+        raise ImportError(f"`kp_llamaindex.{name}` is gone in 0.3; {_GONE[name]}.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, Self
 
-import numpy as np
 from llama_index.core.base.llms.types import BaseContentBlock, TextBlock
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
@@ -18,15 +16,12 @@ from llama_index.core.vector_stores.types import FilterCondition, FilterOperator
 
 from kp_core import Fact
 from kp_core.errors import FactError
-from kp_core.facts.base import Value
 from kp_core.packs.handle import inert
 
-__all__ = ["REF_DOC", "REF_HASH", "NumberSources", "PackNode", "to_fact", "to_node", "to_where"]
+__all__ = ["NumberSources", "PackNode", "to_node", "to_where"]
 
 logger = logging.getLogger(__name__)
 
-# Metadata keys of a fact: its node as JSON, its document (under LlamaIndex's own name), and the document's hash.
-_NODE, REF_DOC, REF_HASH = "_llama_index_node", "ref_doc_id", "_llama_index_hash"
 _COMPARED = {
     FilterOperator.EQ: "$eq",
     FilterOperator.GT: "$gt",
@@ -118,53 +113,10 @@ def _digest(text: str) -> str:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def to_fact(node: BaseNode) -> Fact:
-    """`node` as a fact: its text for the model; in the metadata the whole node, and its fields that filters can see."""
-    pack_node = node if isinstance(node, PackNode) else PackNode.from_node(node)
-    pack_node = pack_node.model_copy(update={"metadata": _plain(pack_node.metadata)})
-    metadata = {key: _as_field(value) for key, value in pack_node.metadata.items() if key not in {_NODE, REF_HASH}}
-    # An uncut document is its own source, as in LlamaIndex's pipelines.
-    source = node.source_node
-    metadata |= {REF_DOC: node.ref_doc_id or node.node_id, REF_HASH: (source and source.hash) or node.hash}
-    record = pack_node.model_dump(mode="json", exclude={"embedding", "handle", "digest", "label"})
-    return Fact(
-        pack_node.llm_text(),
-        title=_first(metadata, "title"),
-        source=_first(metadata, "source", "file_name"),
-        metadata={**{key: value for key, value in metadata.items() if value is not None}, _NODE: json.dumps(record)},
-        id=pack_node.node_id,
-    )
-
-
-def _plain(value: Any) -> Any:
-    """A value with the numbers and arrays of numpy, which JSON does not know, as Python's own."""
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _as_field(value: object) -> Value | None:
-    """A value in the form that filters see; a list as JSON, `None` for other types."""
-    if isinstance(value, list):
-        return json.dumps(value) if all(isinstance(item, str | int | float) for item in value) else None
-    if isinstance(value, str | bool) or (isinstance(value, int | float) and math.isfinite(value)):
-        return value
-    return None
-
-
-def _first(about: Mapping[str, object], *names: str) -> str:
-    return next((value for value in map(about.get, names) if value and isinstance(value, str)), "")
-
-
 def to_node(fact: Fact, handle: str = "") -> PackNode:
-    """The node that `fact` was made from. For any other fact, a node whose metadata the model does not see."""
-    record = fact.metadata.get(_NODE)
-    if record is not None:
-        return PackNode.from_node(TextNode.from_dict(json.loads(str(record))), handle)
-    fields = {"title": fact.title, "source": fact.source, **fact.metadata}
-    metadata = {key: value for key, value in fields.items() if value}
+    """A node of the fact's text; its title, source and metadata are the node's, and the model does not see them."""
+    about = {"title": fact.title, "source": fact.source}
+    metadata = {**{name: value for name, value in about.items() if value}, **fact.metadata}
     node = TextNode(
         id_=fact.id,
         text=fact.text,
@@ -203,7 +155,7 @@ def _where(wanted: MetadataFilter) -> dict[str, Any]:
         nothing: dict[str, Any] = {"$exists": True} if operator == FilterOperator.ALL else {"$in": []}
         return {_TOGETHER[operator]: parts} if parts else {key: nothing}
     if isinstance(value, list) and operator == FilterOperator.EQ:
-        return {key: json.dumps(value)}  # A fact stores a list as JSON.
+        return {key: json.dumps(value)}  # A fact has lists as JSON.
     condition: dict[str, Any] = {_COMPARED[operator]: value}
     samples = value if isinstance(value, list) else [value]
     if "contains" not in _COMPARED[operator] and samples and not isinstance(samples[0], str):

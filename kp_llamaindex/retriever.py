@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -27,20 +27,12 @@ from kp_llamaindex.llm import KnowledgePackLLM
 from kp_llamaindex.messages import pack_place
 from kp_llamaindex.nodes import PackNode, to_node, to_where
 
-__all__ = [
-    "PACKING",
-    "KnowledgePackPostprocessor",
-    "KnowledgePackRetriever",
-    "check_content",
-    "delivery_of",
-    "parameters",
-]
+__all__ = ["KnowledgePackPostprocessor", "KnowledgePackRetriever"]
 
-PACKING = frozenset({"engine", "namespace", "unit", "compiled_for", "lazy", "precompile", "compress"})
-"""Options of the packs of nodes, as `delivery_of` takes them."""
+_PACKING = ("engine", "namespace", "unit", "compiled_for", "lazy", "precompile", "compress")
 
 
-def delivery_of(  # noqa: PLR0913 - one keyword per part it is made of
+def _delivery_of(  # noqa: PLR0913 - one keyword per part it is made of
     facts: FactStore | None,
     store: Packs,
     *,
@@ -51,13 +43,12 @@ def delivery_of(  # noqa: PLR0913 - one keyword per part it is made of
     precompile: Precompile = "idle",
     **settings: Any,
 ) -> Delivery:
-    """The `Delivery` of facts or of any nodes, with LlamaIndex's defaults; `settings` are other options of `PACKING`.
+    """The `Delivery` of facts or of any nodes, with LlamaIndex's defaults; `settings` are other options of `_PACKING`.
 
     `lazy` packs get their KV on first use, others when they are compiled: when the engine is idle, or with
     `precompile="now"` before a search returns.
     """
-    hint = "A retriever or an engine takes it, e.g. `index.as_query_engine(content=...)`."
-    refuse_unknown(settings, PACKING, "The packing of nodes", {"content": hint})
+    refuse_unknown(settings, _PACKING, "The packing of nodes")
     kv: Literal["lazy", "stored"] = "lazy" if lazy else "stored"
     settings |= {"namespace": namespace, "precompile": precompile}
     return Delivery(facts, engine, store, kv=kv, compiled_for=compiled_for, **settings)
@@ -91,10 +82,11 @@ class KnowledgePackRetriever(BaseRetriever):
         verbose: bool = False,
         **packing: Any,
     ) -> None:
-        refuse_unknown(packing, PACKING.union(parameters(type(self))), type(self).__name__)
-        check_content(content)
+        refuse_unknown(packing, (*_PACKING, *inspect.signature(type(self)).parameters), type(self).__name__)
+        if content not in ("handle", "text"):
+            raise FactError(f"Got content={content!r}; expected 'handle' or 'text'.")
         super().__init__(callback_manager=callback_manager, verbose=verbose)
-        self.delivery = delivery_of(open_facts(fact_store), store, **packing)
+        self.delivery = _delivery_of(open_facts(fact_store), store, **packing)
         self.similarity_top_k, self.probes, self.filters = similarity_top_k, probes, filters
         self.score_cutoff, self.rerank, self.content = score_cutoff, rerank, content
 
@@ -132,7 +124,7 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
     ) -> None:
         if compiled_for is None:
             compiled_for = pack_place(DEFAULT_TEXT_QA_PROMPT_SEL, KnowledgePackLLM(engine=engine))
-        delivery = delivery_of(None, store, engine=engine, compiled_for=compiled_for, **packing)
+        delivery = _delivery_of(None, store, engine=engine, compiled_for=compiled_for, **packing)
         super().__init__(delivery=delivery)  # type: ignore[call-arg]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,10 +133,12 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
         return super().__getstate__()
 
     def discard(self, ref_doc_id: str) -> None:
-        """Remove the packs of a document's nodes."""
-        for handle, pack in self.delivery.compiled().items():
-            if pack.provenance.get("source") == ref_doc_id:
-                self.delivery.forget(handle)
+        """Remove the packs of a document's nodes; none that waits to be compiled is written.
+
+        Call it when the document is deleted: `index.delete_ref_doc(id)`, then `postprocessor.discard(id)`. A node of no
+        document is its own, by its id.
+        """
+        self.delivery.discard(ref_doc_id)
 
     def compile(self, nodes: Iterable[BaseNode], *, progress: bool = True) -> list[str]:
         """Compile the packs of `nodes` that have none, before anybody asks; returns the handles of all."""
@@ -169,17 +163,6 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
         for (at, node), result in zip(todo.items(), results, strict=True):
             packed[at] = NodeWithScore(node=PackNode.from_node(node, str(result.handle or "")), score=nodes[at].score)
         return packed
-
-
-def check_content(content: object) -> None:
-    """Raise `FactError` unless nodes can be given as `content`."""
-    if content not in ("handle", "text"):
-        raise FactError(f"Got content={content!r}; expected 'handle' or 'text'.")
-
-
-def parameters(make: Callable[..., Any]) -> list[str]:
-    """The names of the parameters of `make`."""
-    return [name for name, given in inspect.signature(make).parameters.items() if given.kind is not given.VAR_KEYWORD]
 
 
 def _fact_of(node: PackNode, namespace: str | None) -> Fact:

@@ -6,7 +6,6 @@ import copy
 import multiprocessing
 import pickle
 
-import numpy as np
 import pytest
 from llama_index.core.schema import TextNode
 
@@ -19,7 +18,6 @@ from kp_langchain import ChatKnowledgePacks
 from kp_langchain import KnowledgePackRetriever as LangChainRetriever
 from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor
 from kp_llamaindex import KnowledgePackRetriever as LlamaIndexRetriever
-from kp_llamaindex.nodes import to_fact, to_node
 
 TEXT = "The gate of the harbour is green and old, and nobody knows who painted it."
 KINDS = (
@@ -144,18 +142,3 @@ def test_a_secret_is_not_pickled(tmp_path, monkeypatch):
     bounded = pickle.dumps(PackStore(tmp_path / "other", max_bytes=10**6, keep_seconds=9))
     monkeypatch.setattr(pickling, "_here", {})
     assert (pickle.loads(bounded).max_bytes, pickle.loads(bounded).keep_seconds) == (10**6, 9)
-
-
-NUMBERS = [np.float32(0.5), np.float64(0.5), np.int64(3), np.uint8(3), np.bool_(1), np.float16(2), np.array([1, 2])]
-
-
-@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: type(number).__name__)
-@pytest.mark.parametrize(
-    "inside", [lambda x: x, lambda x: [x, "a"], lambda x: {"b": x}], ids=["plain", "list", "mapping"]
-)
-def test_numbers_of_numpy_are_metadata_as_those_of_python(number, inside):
-    plain = inside(number.tolist())
-    node = TextNode(text=TEXT, metadata={"score": inside(number)})
-    fact = to_fact(node)
-    assert fact.metadata.get("score") == to_fact(TextNode(text=TEXT, metadata={"score": plain})).metadata.get("score")
-    assert to_node(fact).metadata["score"] == plain

@@ -1,6 +1,7 @@
 """A small world for LlamaIndex: nodes, their packs, and engines over them."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import llama_index.core
@@ -14,8 +15,8 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
 from llama_index.core.schema import TextNode
 
-from kp_core import MemoryFactStore, PackStore
-from kp_llamaindex import KnowledgePackIndex, KnowledgePackLLM
+from kp_core import Fact, MemoryFactStore, PackStore
+from kp_llamaindex import KnowledgePackLLM, KnowledgePackRetriever
 from tests.conftest import tiny_engine
 
 DEMO = Path(__file__).parents[2] / "cookbooks" / "demo"
@@ -84,11 +85,17 @@ def store(tmp_path):
 
 
 @pytest.fixture
-def tiny_index(nodes, store, embedder):
-    """An index over the tiny engine; packs are lazy."""
-    return KnowledgePackIndex.from_nodes(
-        nodes, engine=tiny_engine(), store=store, fact_store=MemoryFactStore(embedder), lazy=True, progress=False
-    )
+def retriever_of(nodes, store, embedder):
+    """Makes retrievers over the texts of the nodes as facts, by the tiny engine; packs are compiled, and lazy."""
+    facts = [Fact(node.text, id=node.node_id, metadata=node.metadata) for node in nodes]
+    make = partial(KnowledgePackRetriever, MemoryFactStore(embedder), store, engine=tiny_engine(), lazy=True)
+    make().delivery.add(facts, progress=False)
+    return make
+
+
+@pytest.fixture
+def llm(store):
+    return KnowledgePackLLM(engine=tiny_engine(), store=store, namespaces=["default"], max_tokens=4)
 
 
 @pytest.fixture

@@ -128,11 +128,9 @@ async def test_the_context_of_a_workflow_is_saved_and_restored(world):
     assert raws[0]["usage"]["pack_tokens"] > 0
 
 
-async def test_retriever_tools_send_handles(tiny_index):
-    tool = RetrieverTool.from_defaults(
-        tiny_index.as_retriever(similarity_top_k=2), name="search", description="Search."
-    )
-    llm = tiny_index.llm.model_copy(update={"max_tokens": 160})
+async def test_retriever_tools_send_handles(retriever_of, llm, store):
+    tool = RetrieverTool.from_defaults(retriever_of(similarity_top_k=2), name="search", description="Search.")
+    llm = llm.model_copy(update={"max_tokens": 160})
     agent = function_agent(llm, tool)
     _, results, raws = await run(agent, QUESTION, max_iterations=2)
     assert len(find_handles(str(results[0].tool_output))) == 2
@@ -146,7 +144,7 @@ async def test_retriever_tools_send_handles(tiny_index):
             str(results[0].tool_output), role="tool", additional_kwargs={"tool_call_id": "call00001", "name": "search"}
         ),
     ]
-    prompt = llm.engine.template.render(to_messages(said), view=tiny_index.store.view("default"), compact=True)
+    prompt = llm.engine.template.render(to_messages(said), view=store.view("default"), compact=True)
     assert "(In memory, with the results of all earlier calls.)" in llm.engine.template.text(prompt)
     assert len(prompt.spans) == 2
 

@@ -1,19 +1,19 @@
 """LlamaIndex's metadata filters: what they find, and that they mean what LlamaIndex says."""
 
+import json
 from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llama_index.core.schema import TextNode
 from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
 from kp_core import Fact, MemoryFactStore
 from kp_core.errors import FactError
 from kp_core.facts.filters import predicate
-from kp_llamaindex import KnowledgePackIndex, KnowledgePackRetriever
-from kp_llamaindex.nodes import to_fact, to_where
+from kp_llamaindex import KnowledgePackRetriever
+from kp_llamaindex.nodes import to_where
 from tests.conftest import tiny_engine
 from tests.llamaindex.conftest import QUESTION
 
@@ -58,15 +58,15 @@ def only(*filters, condition=FilterCondition.AND):
         (MetadataFilters(filters=[]), set(range(24))),
     ],
 )
-def test_metadata_filters(filters, expected, tiny_index):
-    found = tiny_index.as_retriever(similarity_top_k=24, filters=filters).retrieve(QUESTION)
+def test_metadata_filters(filters, expected, retriever_of):
+    found = retriever_of(similarity_top_k=24, filters=filters).retrieve(QUESTION)
     assert {hit.metadata["number"] for hit in found} == expected
 
 
-def test_filters_look_beyond_the_nearest(tiny_index):
-    everything = [hit.metadata["number"] for hit in tiny_index.as_retriever(similarity_top_k=24).retrieve(QUESTION)]
+def test_filters_look_beyond_the_nearest(retriever_of):
+    everything = [hit.metadata["number"] for hit in retriever_of(similarity_top_k=24).retrieve(QUESTION)]
     farthest = only(("number", FilterOperator.EQ, everything[-1]))
-    [hit] = tiny_index.as_retriever(similarity_top_k=1, filters=farthest).retrieve(QUESTION)
+    [hit] = retriever_of(similarity_top_k=1, filters=farthest).retrieve(QUESTION)
     assert hit.metadata["number"] == everything[-1]
 
 
@@ -81,6 +81,12 @@ def test_numbers_that_banks_keep_as_strings(store, embedder):
     )
     retriever.delivery.add(facts, progress=False)
     assert {hit.metadata["year"] for hit in retriever.retrieve("fact")} == {"1990", "2000"}
+
+
+def fact_of(text, metadata):
+    """A fact has a list as JSON."""
+    fields = {name: json.dumps(value) if isinstance(value, list) else value for name, value in metadata.items()}
+    return Fact(text, metadata=fields)
 
 
 WORDS = st.sampled_from(["a", "b", "ab", "A", "", "3", "3.0", "-1", "nine"])
@@ -129,7 +135,7 @@ def as_llama_index_does(wanted, metadata):
     st.sampled_from([*FilterCondition, None]),
 )
 def test_filters_mean_what_llama_index_says(metadata, wanted, condition):
-    fact = to_fact(TextNode(text="Four sails.", metadata=metadata))
+    fact = fact_of("Four sails.", metadata)
     each = [as_llama_index_does(one, metadata) for one in wanted]
     expected = {
         FilterCondition.OR: any(each) or not each,
@@ -138,23 +144,22 @@ def test_filters_mean_what_llama_index_says(metadata, wanted, condition):
     assert predicate(to_where(MetadataFilters(filters=wanted, condition=condition)))(fact) is expected
 
 
-def test_filters_that_say_nothing_are_refused(tiny_index):
+def test_filters_that_say_nothing_are_refused(retriever_of):
     for how, value in ((FilterOperator.IN, "abc"), (FilterOperator.GT, [1]), (FilterOperator.EQ, None)):
         with pytest.raises(FactError, match=r"Got the filter 'number' .* expected"):
-            tiny_index.as_retriever(filters=only(("number", how, value))).retrieve(QUESTION)
+            retriever_of(filters=only(("number", how, value))).retrieve(QUESTION)
 
 
-def test_lists_and_flags_of_nodes(store, embedder):
-    nodes = [
-        TextNode(text=f"House {number}.", metadata={"tags": tags, "open": number % 2 == 0, "none": None})
-        for number, tags in enumerate((["sea", "red"], ["red"], ["seal"], []))
-    ]
-    index = KnowledgePackIndex.from_nodes(
-        nodes, engine=tiny_engine(), store=store, fact_store=MemoryFactStore(embedder), lazy=True, progress=False
-    )
+def test_lists_and_flags(store, embedder):
+    facts = MemoryFactStore(embedder)
+    tagged = enumerate((["sea", "red"], ["red"], ["seal"], []))
+    facts.add(fact_of(f"House {number}.", {"tags": tags, "open": number % 2 == 0}) for number, tags in tagged)
 
     def found(*filters, **options):
-        hits = index.as_retriever(similarity_top_k=9, filters=only(*filters, **options)).retrieve("house")
+        filters = only(*filters, **options)
+        hits = KnowledgePackRetriever(
+            facts, store, engine=tiny_engine(), lazy=True, similarity_top_k=9, filters=filters
+        ).retrieve("house")
         return sorted(hit.text for hit in hits)
 
     assert found(("tags", FilterOperator.CONTAINS, "sea")) == ["House 0."]

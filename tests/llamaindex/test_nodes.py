@@ -10,7 +10,7 @@ from llama_index.core.schema import MetadataMode, NodeRelationship, NodeWithScor
 
 from kp_core import Fact
 from kp_llamaindex import NumberSources, PackNode
-from kp_llamaindex.nodes import to_fact, to_node
+from kp_llamaindex.nodes import to_node
 
 HANDLE = "kp:default/" + "a" * 21
 
@@ -108,20 +108,12 @@ def test_numbered_sources(packed, plain):
     assert not packed.label
 
 
-def test_a_fact_keeps_the_whole_node(packed, plain):
-    fact = to_fact(plain)
-    assert (fact.id, fact.text, fact.title) == ("n1", plain.get_content(MetadataMode.LLM), "Mill")
-    assert to_node(fact, HANDLE) == packed
-    assert to_fact(packed) == fact
-    assert to_node(fact).get_content(MetadataMode.LLM) == fact.text
-
-
-def test_facts_of_other_origin(caplog):
-    node = to_node(Fact("The mill has four sails.", title="Mill", metadata={"page": "7"}, id="f1"), HANDLE)
+def test_nodes_of_facts():
+    node = to_node(Fact("The mill has four sails.", title="Mill", metadata={"page": 0}, id="f1"), HANDLE)
     assert (node.node_id, node.text, node.metadata) == (
         "f1",
         "The mill has four sails.",
-        {"title": "Mill", "page": "7"},
+        {"title": "Mill", "page": 0},
     )
     assert node.llm_text() == node.text
     assert node.get_content(MetadataMode.LLM) == HANDLE

@@ -6,13 +6,13 @@ from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode
-from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore
+from llama_index.core.vector_stores import MetadataFilter, MetadataFilters
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
-from kp_core import Handle
-from kp_core.errors import FactError
-from kp_llamaindex import KnowledgePackIndex, KnowledgePackLLM, KnowledgePackPostprocessor
-from tests.conftest import tiny_engine
+from kp_core import Handle, load_engine
+from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
+from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor
+from tests.conftest import tiny_engine, until
 from tests.llamaindex.conftest import QUESTION, CountingEmbedding
 
 SPLIT = [SentenceSplitter(chunk_size=64, chunk_overlap=0)]
@@ -68,16 +68,66 @@ async def test_engines_and_filters(existing, store, usages):
     assert usages[-1]["pack_tokens"] > 0
 
 
-def test_packs_of_a_document_go(existing, store):
-    packs, mill = packing(store), Document(text="The mill of Zyx has four sails.", id_="mill")
-    existing.insert(mill)
-    [hit, other] = packs.postprocess_nodes(existing.as_retriever(similarity_top_k=2).retrieve(mill.text))
-    assert store.peek(Handle.parse(hit.node.handle)).text == hit.text == mill.text
-    existing.delete_ref_doc("mill")
-    packs.discard("mill")
-    assert [str(handle) for handle in store] == [other.node.handle]
+VAULT = "The vault of Zyx opens with the number 4711."
 
 
-def test_a_vector_store_is_no_fact_store(store, model):
-    with pytest.raises(FactError, match=r"SimpleVectorStore is no fact store.*KnowledgePackPostprocessor"):
-        KnowledgePackIndex.from_vector_store(SimpleVectorStore(), model, engine=tiny_engine(), store=store)
+def on_disk(store):
+    """The content of every file of the store."""
+    return b"".join(path.read_bytes() for path in sorted(store.path.rglob("*")) if path.is_file())
+
+
+@pytest.mark.parametrize("forget", ["discard", "sync"])
+def test_of_a_deleted_document_neither_text_nor_kv_stays(existing, store, forget):
+    """Also the KV behind other packs, which is kept when packs meet."""
+    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(CHATML))
+    packs = KnowledgePackPostprocessor(engine=engine, store=store, precompile="now")
+    llm = KnowledgePackLLM(engine=engine, store=store, namespaces=["default"], max_tokens=2)
+
+    def ask():
+        asked = existing.as_query_engine(llm, similarity_top_k=2, node_postprocessors=[packs]).query(VAULT)
+        return {hit.node.ref_doc_id for hit in asked.source_nodes}
+
+    existing.insert(Document(text=VAULT, id_="vault"))
+    assert "vault" in ask() | ask()
+    handle = store.handle(VAULT, "default")
+    kv = store.get(handle).kv.keys[0].numpy().tobytes()
+    assert VAULT.encode() in on_disk(store)
+    assert kv in on_disk(store)
+    existing.delete_ref_doc("vault", delete_from_docstore=True)
+    left = {**existing.docstore.docs} or {node.node_id: node for node in existing.vector_store.get_nodes(None)}
+    packs.discard("vault") if forget == "discard" else packs.sync(left.values())
+    assert store.peek(handle) is None
+    assert VAULT.encode() not in on_disk(store)
+    assert kv not in on_disk(store)
+    engine.close()
+
+
+@pytest.mark.parametrize("forget", ["discard", "sync"])
+def test_what_waits_to_be_compiled_is_not_written_when_its_document_is_deleted(forget, store):
+    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(CHATML))
+    packs = KnowledgePackPostprocessor(engine=engine, store=store)
+    index = VectorStoreIndex([], embed_model=CountingEmbedding())
+    for name, text in (("vault", VAULT), ("mill", "The mill of Zyx has four sails.")):
+        index.insert(Document(text=text, id_=name))
+    found = index.as_retriever(similarity_top_k=2).retrieve(VAULT)
+    packs.postprocess_nodes(found)
+    index.delete_ref_doc("vault", delete_from_docstore=True)
+    packs.discard("vault") if forget == "discard" else packs.sync(index.docstore.docs.values())
+    until(lambda: list(store))
+    assert [store.peek(handle).text for handle in store] == ["The mill of Zyx has four sails."]
+    # A document that comes back has its pack again.
+    packs.postprocess_nodes(found)
+    until(lambda: len(list(store)) == 2)
+    engine.close()
+
+
+def test_what_left_is_refused_by_name():
+    for name, instead in (
+        ("KnowledgePackIndex", "VectorStoreIndex"),
+        ("KnowledgePackVectorStore", "VectorStoreIndex"),
+        ("PackEvent", "kp_core.events.subscribe"),
+    ):
+        with pytest.raises(ImportError, match=rf"`kp_llamaindex.{name}` is gone in 0.3; use .*{instead}"):
+            exec(f"from kp_llamaindex import {name}")  # noqa: S102 - as a user writes it
+    with pytest.raises(ImportError, match="cannot import name 'KnowledgePackIndx'"):
+        exec("from kp_llamaindex import KnowledgePackIndx")  # noqa: S102

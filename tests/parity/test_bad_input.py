@@ -18,7 +18,8 @@ from kp_core.errors import (
     ToolError,
 )
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever
-from kp_llamaindex import KnowledgePackIndex, KnowledgePackLLM
+from kp_llamaindex import KnowledgePackLLM
+from kp_llamaindex import KnowledgePackRetriever as NodeRetriever
 from tests.conftest import tiny_engine
 from tests.llamaindex.conftest import LetterEmbedder
 
@@ -134,7 +135,7 @@ def test_a_store_without_facts(store):
     said = []
     for ask in (
         lambda: KnowledgePackRetriever.from_facts([], **settings).invoke("Who?"),
-        lambda: KnowledgePackIndex.from_nodes([], **settings).as_retriever().retrieve("Who?"),
+        lambda: NodeRetriever(facts, store, engine=engine, namespace="open").retrieve("Who?"),
     ):
         with pytest.raises(FactError, match="no facts yet") as caught:
             ask()

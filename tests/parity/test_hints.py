@@ -1,14 +1,14 @@
 """A store by its path, and hints that name what the class has, wherever either may be given."""
 
 import re
+from functools import partial
 
 import pytest
 from langchain_core.documents import Document
 from langchain_core.messages import HumanMessage
-from llama_index.core.llms import MockLLM
 from llama_index.core.schema import TextNode
 
-from kp_core import MemoryFactStore
+from kp_core import Fact, MemoryFactStore
 from kp_core.errors import FactError, HandleError, ModelError, OptionError, PackError
 from kp_core.testing import HashEmbedder
 from kp_langchain import (
@@ -20,7 +20,7 @@ from kp_langchain import (
 )
 from kp_langchain.middleware import PackSummarizer
 from kp_langchain.store import KnowledgePackStore
-from kp_llamaindex import KnowledgePackIndex, KnowledgePackLLM, KnowledgePackMemoryBlock, KnowledgePackPostprocessor
+from kp_llamaindex import KnowledgePackLLM, KnowledgePackMemoryBlock, KnowledgePackPostprocessor
 from kp_llamaindex import KnowledgePackRetriever as LlamaRetriever
 from tests.conftest import tiny_engine
 
@@ -41,11 +41,11 @@ def retriever(path):
 
 
 @pytest.fixture
-def index(path):
-    facts = MemoryFactStore(HashEmbedder())
-    return KnowledgePackIndex.from_nodes(
-        [TextNode(text=TEXT)], engine=tiny_engine(), store=path, fact_store=facts, progress=False
-    )
+def nodes_of(path):
+    """Makes retrievers of nodes over one fact."""
+    make = partial(LlamaRetriever, MemoryFactStore(HashEmbedder()), path, engine=tiny_engine())
+    make().delivery.add([Fact(TEXT)], progress=False)
+    return make
 
 
 def test_a_store_may_be_a_path_in_langchain(path, retriever):
@@ -63,10 +63,8 @@ def test_a_store_may_be_a_path_in_langchain(path, retriever):
     assert memory.get(("a",), "mill").handle.startswith("kp:lg-a/")
 
 
-def test_a_store_may_be_a_path_in_llamaindex(path, index):
-    [found] = index.as_retriever(similarity_top_k=1).retrieve("mill")
-    [again] = LlamaRetriever(index.fact_store, path, similarity_top_k=1).retrieve("mill")
-    assert found.get_content("llm") == again.get_content("llm")
+def test_a_store_may_be_a_path_in_llamaindex(path, nodes_of):
+    [found] = nodes_of(similarity_top_k=1).retrieve("mill")
     llm = KnowledgePackLLM(engine=tiny_engine(), store=path, namespaces="default", max_tokens=1)
     assert llm.complete(found.get_content("llm")).raw["usage"]["pack_tokens"] > 0
     packing = KnowledgePackPostprocessor(engine=tiny_engine(), store=path, precompile="now")
@@ -98,21 +96,13 @@ def test_a_summarizer_refuses_what_is_no_engine_and_no_namespace(path):
         PackSummarizer(tiny_engine(), path, namespace="Not one")
 
 
-def test_content_that_is_none_is_refused_where_it_is_given(index, path):
-    calls = [
-        lambda: index.as_retriever(content="handles"),
-        lambda: index.as_query_engine(content="handles"),
-        lambda: index.as_query_engine(MockLLM(), content="handles"),
-        lambda: index.as_chat_engine("simple", content="handles"),
-        lambda: LlamaRetriever(index.fact_store, path, content="handles"),
-    ]
-    for call in calls:
-        with pytest.raises(FactError, match="Got content='handles'; expected 'handle' or 'text'"):
-            call()
-    with pytest.raises(OptionError, match=r"no option 'content'\. A retriever or an engine takes it"):
-        KnowledgePackIndex(tiny_engine(), path, index.fact_store, content="handles")
+def test_content_that_is_none_is_refused_where_it_is_given(nodes_of, path, retriever):
+    with pytest.raises(FactError, match="Got content='handles'; expected 'handle' or 'text'"):
+        nodes_of(content="handles")
+    with pytest.raises(OptionError, match=r"has no option 'content'"):
+        KnowledgePackPostprocessor(engine=tiny_engine(), store=path, content="handles")
     with pytest.raises(ValueError, match="'text' or 'handle'"):
-        KnowledgePackRetriever(fact_store=index.fact_store, store=path, content="handles")
+        KnowledgePackRetriever(fact_store=retriever.fact_store, store=path, content="handles")
 
 
 @pytest.mark.parametrize(
@@ -121,8 +111,7 @@ def test_content_that_is_none_is_refused_where_it_is_given(index, path):
         (lambda r, _: KnowledgePackRetriever.from_retriever(r, store=r.store, k=4), 'search_kwargs={"k": 4}'),
         (lambda r, _: KnowledgePackRetriever(fact_store=r.fact_store, store=r.store, top_k=4), "Did you mean 'k'?"),
         (lambda r, _: KnowledgePackRetriever.from_facts([], store=r.store, engine=None, search_kwargs={}), "`k=4`"),
-        (lambda _, i: i.as_retriever(k=4), "Did you mean 'similarity_top_k'?"),
-        (lambda _, i: i.as_query_engine(top_k=4), "Did you mean 'similarity_top_k'?"),
+        (lambda _, make: make(top_k=4), "Did you mean 'similarity_top_k'?"),
         (lambda r, _: ChatKnowledgePacks(view=r.store.view("default")), "`store=` and `namespaces=`"),
         (lambda r, _: KnowledgePackLLM(view=r.store.view("default")), "`store=` and `namespaces=`"),
         (lambda *_: ChatKnowledgePacks().bind(view=None), "`store=` and `namespaces=`"),
@@ -131,6 +120,6 @@ def test_content_that_is_none_is_refused_where_it_is_given(index, path):
         (lambda r, _: KnowledgePackMemoryBlock(store=r.store, content="text"), "no option 'content'"),
     ],
 )
-def test_a_hint_names_what_the_class_has(call, hint, retriever, index):
+def test_a_hint_names_what_the_class_has(call, hint, retriever, nodes_of):
     with pytest.raises(OptionError, match=re.escape(hint)):
-        call(retriever, index)
+        call(retriever, nodes_of)

@@ -2,12 +2,12 @@
 
 import pytest
 from langchain_core.messages import HumanMessage
-from llama_index.core.schema import MetadataMode, TextNode
+from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
 from kp_core import Fact, Handle, MemoryFactStore, PackStore, find_handles
 from kp_core.errors import HandleError
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, resolve_documents
-from kp_llamaindex import KnowledgePackIndex
+from kp_llamaindex import KnowledgePackPostprocessor
 from kp_llamaindex import KnowledgePackRetriever as NodeRetriever
 from tests.conftest import tiny_engine
 from tests.llamaindex.conftest import LetterEmbedder
@@ -72,15 +72,17 @@ def test_the_same_text_in_two_namespaces_is_two_packs(store):
     assert {each.namespace for each in store} == {"mine", "theirs"}
 
 
-def test_nodes_go_into_the_namespace_of_their_index(store):
-    held, engine = MemoryFactStore(LetterEmbedder()), tiny_engine()
-    settings = {"engine": engine, "store": store, "fact_store": held, "lazy": True, "progress": False}
+def test_nodes_go_into_the_namespace_of_their_postprocessor(store):
     for name, text in (("mine", "The gate is green."), ("theirs", "The secret is red.")):
-        index = KnowledgePackIndex.from_nodes([TextNode(text=text)], namespace=name, **settings)
-        [hit] = index.as_retriever(similarity_top_k=9).retrieve(QUESTION)
-        assert hit.text == text
+        packs = KnowledgePackPostprocessor(
+            engine=tiny_engine(), store=store, namespace=name, lazy=True, precompile="now"
+        )
+        [hit] = packs.postprocess_nodes([NodeWithScore(node=TextNode(text=text))])
         assert Handle.parse(hit.node.get_content(MetadataMode.LLM)).namespace == name
-    assert sorted(fact.namespace for fact in held.facts()) == ["mine", "theirs"]
+    assert {handle.namespace: store.peek(handle).text for handle in store} == {
+        "mine": "The gate is green.",
+        "theirs": "The secret is red.",
+    }
 
 
 def test_tools_follow_no_handle_inside_a_fact(store):
@@ -133,7 +135,7 @@ def test_namespaces_are_refused_at_the_first_touch(store):
     for touch in (
         lambda: KnowledgePackRetriever(fact_store=held, store=store, namespace="Acme Corp"),
         lambda: NodeRetriever(held, store, namespace="Acme Corp"),
-        lambda: KnowledgePackIndex(tiny_engine(), store, held, namespace="Acme Corp"),
+        lambda: KnowledgePackPostprocessor(engine=tiny_engine(), store=store, namespace="Acme Corp"),
     ):
         with pytest.raises((HandleError, ValueError), match="'acme-corp'"):
             touch()

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.vector_stores.types import FilterOperator, MetadataFilter, MetadataFilters
 from pydantic import ValidationError
 
@@ -12,7 +13,7 @@ from kp_core.delivery import Delivery
 from kp_core.errors import FactError
 from kp_core.facts import LexicalReranker
 from kp_langchain import KnowledgePackRetriever
-from kp_llamaindex import KnowledgePackIndex
+from kp_llamaindex import KnowledgePackLLM
 from kp_llamaindex import KnowledgePackRetriever as NodeRetriever
 from tests.conftest import tiny_engine
 from tests.llamaindex.conftest import LetterEmbedder
@@ -119,13 +120,10 @@ def test_one_call_and_one_engine_may_have_their_own(facts, store):
     reranking = retriever.model_copy(update={"rerank": RERANK})
     assert [document.id for document in reranking.invoke(question)] == expected
     assert reranking.invoke(question, rerank=None) == retriever.invoke(question)
-    index = KnowledgePackIndex(tiny_engine(), store, facts, lazy=True)
-    llm = index.llm.model_copy(update={"max_tokens": 1})
-    assert [hit.node_id for hit in index.as_retriever(similarity_top_k=3, rerank=RERANK).retrieve(question)] == expected
-    for engine in (index.as_query_engine, index.as_chat_engine):
-        made = engine(llm=llm, similarity_top_k=3, rerank=RERANK)
-        answer = made.query(question) if engine == index.as_query_engine else made.chat(question)
-        assert [hit.node_id for hit in answer.source_nodes] == expected
+    nodes = NodeRetriever(facts, store, engine=tiny_engine(), lazy=True, similarity_top_k=3, rerank=RERANK)
+    llm = KnowledgePackLLM(engine=tiny_engine(), store=store, namespaces=["default"], max_tokens=1)
+    answer = RetrieverQueryEngine.from_args(nodes, llm).query(question)
+    assert [hit.node_id for hit in answer.source_nodes] == expected
 
 
 @pytest.mark.parametrize("wrong", ["lexical", LexicalReranker])
