@@ -11,7 +11,7 @@ HotpotQA questions, the gold facts of each as one pack in the system message, an
 
 EM is cover EM as in `benchmarks.equivalence`: the normalised gold answer stands in the first line of the reply. Style
 is measured three ways: formality as in `benchmarks.scores`, the number of words, and likeness to the formal sides of
-the pairs (`kp_core.steering.likeness`, all-MiniLM-L6-v2). Differences are paired, with the 95 % interval of a bootstrap
+the pairs (`benchmarks.steering_range`, all-MiniLM-L6-v2). Differences are paired, with the 95 % interval of a bootstrap
 over questions.
 
 `--batch` answers are decoded at a time; with 1 they round as each does by itself.
@@ -33,8 +33,9 @@ from scipy.stats import bootstrap
 
 from benchmarks import common, plots
 from benchmarks.scores import INSTRUCTED, formality
+from benchmarks.steering_range import likeness
 from kp_core import Message, SentenceTransformerEmbedder
-from kp_core.steering import likeness, preset
+from kp_core.steering import preset
 
 __all__ = ["main"]
 

@@ -16,7 +16,8 @@ from typing import Any
 from benchmarks import common, plots
 from benchmarks.scores import defensive, documented, program
 from benchmarks.steered import Bench, share
-from kp_core.steering import preset, repetition
+from benchmarks.steering_range import repetition
+from kp_core.steering import preset
 
 __all__ = ["main"]
 

@@ -10,8 +10,9 @@ from typing import Any
 from benchmarks import common
 from benchmarks.remembered import Remembered
 from benchmarks.scores import formality
+from benchmarks.steering_range import Calibration, Task, calibrate, likeness
 from kp_core import Message, SentenceTransformerEmbedder, Session, Steering
-from kp_core.steering import Calibration, Task, calibrate, likeness, preset
+from kp_core.steering import preset
 
 __all__ = ["QUESTIONS", "Bench", "share", "without"]
 
@@ -107,7 +108,7 @@ class Bench:
         return common.mean(map(score, texts)) - common.mean(map(score, self.plain))
 
     def likeness(self, name: str) -> Callable[[str], float]:
-        """`kp_core.steering.likeness` to the pairs of a preset."""
+        """`benchmarks.steering_range` to the pairs of a preset."""
         return likeness(preset(name), self._embedder)
 
     @cached_property

@@ -13,7 +13,7 @@ The sections, each asked for with `--only` (default: all):
 - speed: seconds per token and to the first token, steered over unsteered, in turns; and tokens added.
 
 Answers are greedy. Formality and brevity are as in `benchmarks.scores`; likeness to the pairs of a preset as in
-`kp_core.steering.likeness`, with all-MiniLM-L6-v2; coherence as in `kp_core.steering.calibrate`. Effects are
+`benchmarks.steering_range`, with all-MiniLM-L6-v2; coherence as in `benchmarks.steering_range`. Effects are
 differences to the unsteered answers. With `--answers` a run that was interrupted goes on.
 """
 
@@ -28,7 +28,8 @@ from typing import Any
 from benchmarks import common, plots
 from benchmarks.scores import INSTRUCTED, brevity
 from benchmarks.steered import QUESTIONS, Bench, share, without
-from kp_core.steering import preset, repetition, resolve_layers
+from benchmarks.steering_range import repetition
+from kp_core.steering import preset, resolve_layers
 
 __all__ = ["main"]
 

@@ -54,6 +54,7 @@ _GONE = {
     "inspect": "use `kp status PATH`",
     "key": "use `kp serve --new-key FILE --namespace NAME`",
     "size": "use `kp status PATH... --cost`",
+    "steer calibrate": "use `python -m benchmarks.steering_range FILE` of the repository",
 }
 """Commands of earlier releases, and what to use instead."""
 
@@ -73,8 +74,9 @@ class _Late(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - of Click, which Typer hides
         """See `TyperGroup.resolve_command`."""
-        if args[0] in _GONE:
-            raise typer.BadParameter(f"`kp {args[0]}` is gone in 0.3; {_GONE[args[0]]}.")
+        for command in (args[0], " ".join(args[:2])):
+            if command in _GONE:
+                raise typer.BadParameter(f"`kp {command}` is gone in 0.3; {_GONE[command]}.")
         name, _, arguments = super().resolve_command(ctx, args)
         return name, None if name is None else load_command(name), arguments
 

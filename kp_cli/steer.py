@@ -1,4 +1,4 @@
-"""`kp steer`: make steerings from pairs of texts, measure how strong they may be, and show their files."""
+"""`kp steer`: make steerings from pairs of texts, and show their files."""
 
 from __future__ import annotations
 
@@ -14,17 +14,12 @@ from rich.console import Group
 from rich.table import Table
 
 from kp_cli.shared import JsonFlag, ModelOptions, did_you_mean, existing, spread, table_of, tell
-from kp_cli.sources.texts import read_json_lines
-from kp_core import SentenceTransformerEmbedder
-from kp_core.errors import SourceError, SteeringError
+from kp_core.errors import SteeringError
 from kp_core.steering import (
     LayerRange,
     Method,
     Pair,
     Steering,
-    Task,
-    calibrate,
-    likeness,
     load_steering,
     preset,
     preset_about,
@@ -32,24 +27,12 @@ from kp_core.steering import (
     save_steering,
 )
 
-__all__ = ["steer"]
-
-_QUESTIONS = (
-    "What is the sun?",
-    "Why do people sleep?",
-    "How do I learn to swim?",
-    "What should I eat for breakfast?",
-    "Tell me about dogs.",
-    "Why is the sea salty?",
-    "How can I save money?",
-    "What makes a good friend?",
-)
-_ROW = 'expected {"question": "...", "facts": "...", "expected": "..."}, of which only the first is needed.'
+__all__ = ["read_pairs", "steer"]
 
 steer = typer.Typer(
     name="steer",
     no_args_is_help=True,
-    help="Change how a model speaks, without a word in the prompt: make, measure and look at steerings.",
+    help="Change how a model speaks, without a word in the prompt: make and look at steerings.",
 )
 
 _NO_FILE = "`kp steer make PAIRS -o FILE` makes one."
@@ -93,59 +76,9 @@ def make(  # noqa: PLR0913 - one parameter per option or group of options
     _show(
         out,
         new_steering,
-        f"`kp ask COLLECTION QUESTION --steering {out}` answers with it; `kp steer calibrate {out}` finds its limits.",
+        f"`kp ask COLLECTION QUESTION --steering {out}` answers with it.",
         as_json=as_json,
     )
-
-
-@steer.command("calibrate")
-@spread
-def measure(  # noqa: PLR0913 - one parameter per option or group of options
-    file: _File,
-    *,
-    pairs: Annotated[
-        str | None, typer.Option(metavar="PAIRS", help="Score answers by these pairs. Default: those it was made from.")
-    ] = None,
-    questions: Annotated[
-        Path | None, typer.Option(metavar="JSONL", help="Questions, with facts and expected answers where there are.")
-    ] = None,
-    alphas: Annotated[
-        str, typer.Option(help="Strengths to try, with commas between.")
-    ] = "-2,-1,-0.5,0.5,0.7,1,1.5,2,3",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 32,
-    plot: Annotated[Path | None, typer.Option(metavar="PICTURE", help="Draw the sweep: .png or .svg.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write. Default: FILE.")] = None,
-    model: ModelOptions,
-    as_json: JsonFlag = False,
-) -> None:
-    """Find the strengths that a model takes, and save them with the steering as its defaults.
-
-    The effect is how like the answers are to the first sides of the pairs (1) or to the second (-1), by embedding.
-    """
-    steering = load_steering(existing(file, _NO_FILE))
-    contrast_pairs, strengths = read_pairs(pairs or steering.provenance.get("pairs", "")), _numbers(alphas)
-    rows = [{"question": question} for question in _QUESTIONS] if questions is None else _rows(questions)
-    engine = model.load()
-    steering.check(engine.fingerprint)
-    tasks = [
-        Task(
-            row["question"],
-            [engine.build_pack(row["facts"], compiled_for="system")] if "facts" in row else (),
-            row.get("expected"),
-        )
-        for row in rows
-    ]
-    calibration = calibrate(
-        *(engine, steering, tasks, likeness(contrast_pairs, SentenceTransformerEmbedder())),
-        alphas=strengths,
-        max_tokens=max_tokens,
-        progress=not as_json,
-    )
-    save_steering(calibration.steering, out or file)
-    if plot is not None:
-        calibration.plot(plot)
-    saved = str(out or file)
-    tell({"file": saved, **calibration.to_dict()}, f"{calibration.table()}\nSaved in {saved}.", as_json=as_json)
 
 
 @steer.command()
@@ -177,19 +110,6 @@ def read_pairs(name: str) -> Sequence[Pair]:
     return [tuple(row) if isinstance(row, list) else row for row in rows]
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
-    rows = []
-    for place, row in read_json_lines(existing(path), 0):
-        if isinstance(row, SourceError):
-            raise SteeringError(f"{row}; {_ROW}") from row
-        rows.append({name: value for name, value in row.items() if isinstance(value, str)})
-        if "question" not in row or len(rows[-1]) < len(row):
-            raise SteeringError(f"{path}, {place}: got {str(row)[:60]}; {_ROW}")
-    if not rows:
-        raise SteeringError(f"{path} holds no questions; {_ROW}")
-    return rows
-
-
 def _layers(text: str | None) -> LayerRange | None:
     if text is None:
         return None
@@ -200,16 +120,6 @@ def _layers(text: str | None) -> LayerRange | None:
         return range(int(start), int(stop if dash else start) + 1)
     except ValueError as error:
         raise typer.BadParameter(f"Got --layers {text}; expected 0.33-0.67 or 10-19.") from error
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or not all(map(math.isfinite, numbers)):
-        raise typer.BadParameter(f"Got --alphas {text}; expected finite numbers with commas between.")
-    return numbers
 
 
 def _show(file: Path, steering: Steering, next_step: str = "", *, as_json: bool) -> None:

@@ -1,6 +1,5 @@
 """Steering: changes how a model speaks by adding to cached values, without extra tokens or forward passes."""
 
-from kp_core.steering.calibrate import Calibration, CalibrationRow, Task, calibrate, likeness, repetition
 from kp_core.steering.presets import preset, preset_about, preset_names
 from kp_core.steering.value import (
     AskedSteering,
@@ -20,25 +19,29 @@ from kp_core.steering.value import (
 
 __all__ = [
     "AskedSteering",
-    "Calibration",
-    "CalibrationRow",
     "LayerRange",
     "Method",
     "Pair",
     "Scope",
     "Steering",
     "SteeringWarning",
-    "Task",
     "as_steering",
-    "calibrate",
-    "likeness",
     "load_steering",
     "preset",
     "preset_about",
     "preset_names",
-    "repetition",
     "resolve_layers",
     "save_steering",
     "steering_bytes",
     "steering_of",
 ]
+
+_GONE = ("Calibration", "CalibrationRow", "Task", "calibrate", "likeness", "repetition")
+
+
+def __getattr__(name: str) -> object:
+    if name in _GONE:
+        raise ImportError(
+            f"`kp_core.steering.{name}` is gone in 0.3; use `benchmarks.steering_range` of the repository."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

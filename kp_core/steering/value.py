@@ -151,7 +151,7 @@ class Steering:
         return fmean(norm / scales[layer] for layer, norm in norms.items())
 
     def default_alpha(self, *, with_knowledge: bool) -> float:
-        """The alpha that `calibrate` recommends; otherwise 0.7 with packs (arXiv 2604.03270, section 4.7), else 1."""
+        """The calibrated alpha; otherwise 0.7 with packs (arXiv 2604.03270, section 4.7), else 1."""
         if self.recommended is not None:
             return self.recommended[with_knowledge]
         return _WITH_KNOWLEDGE if with_knowledge else 1.0
@@ -240,7 +240,7 @@ class Steering:
             if strength > _STRONG:
                 warnings.warn(
                     f"A steering of strength {strength:.2f} was not calibrated. Beyond {_STRONG}, a small model "
-                    "begins to repeat itself. Take `steering.at_strength(0.2)`, or find its limits with `calibrate`.",
+                    "begins to repeat itself. Take `steering.at_strength(0.2)`.",
                     SteeringWarning,
                     stacklevel=3,
                 )

@@ -46,7 +46,7 @@ def test_every_command_is_where_the_table_says() -> None:
 
 @pytest.mark.parametrize("name", sorted(_GONE))
 def test_a_command_that_left_is_refused_with_what_to_use(kp: Kp, name: str) -> None:
-    code, _, said = kp(name, "notes")
+    code, _, said = kp(*name.split(), "notes")
     assert code == 2
     assert f"`kp {name}` is gone in 0.3; {_GONE[name]}." in " ".join(said.replace("│", " ").split())
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kp_cli.app import run
-from kp_core.steering import load_steering, preset_names
+from kp_core.steering import load_steering, preset_names, save_steering
 from tests.conftest import tiny_engine
 
 Kp = Callable[..., tuple[int, str, str]]
@@ -32,7 +33,7 @@ def kp(
     engine = TINY if "tiny" in request.fixturenames else ()
 
     def call(*arguments: str) -> tuple[int, str, str]:
-        code = run(["steer", *arguments, *(engine if arguments[0] in {"make", "calibrate"} else ())])
+        code = run(["steer", *arguments, *(engine if arguments[0] == "make" else ())])
         said = capfd.readouterr()
         return code, said.out, said.err
 
@@ -61,7 +62,7 @@ def test_list_names_every_preset(kp: Kp) -> None:
     assert kp("--help")[0] == 0
 
 
-def test_make_show_calibrate(kp: Kp, tiny: None, tmp_path: Path) -> None:
+def test_make_and_show(kp: Kp, tiny: None, tmp_path: Path) -> None:
     made = as_json(kp("make", "pairs.json", "-o", "new/formal.steering", "--layers", "0-1", "--json"))
     steering = load_steering(tmp_path / "new/formal.steering")
     assert made["id"] == steering.id
@@ -71,22 +72,11 @@ def test_make_show_calibrate(kp: Kp, tiny: None, tmp_path: Path) -> None:
     code, out, _ = kp("show", "new/formal.steering")
     assert code == 0
     assert all(words in out for words in ("alone: 1 ", "with knowledge: 0.7", "calibrated: no", "strength"))
-    rows = [{"question": "Who?"}, {"question": "Where is it?", "facts": "It is the er.", "expected": "er"}]
-    (tmp_path / "questions.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
-    told = ("new/formal.steering", "--questions", "questions.jsonl", "--alphas=-1,1", "--max-tokens", "4")
-    found = as_json(kp("calibrate", *told, "--out", "fit.steering", "--plot", "sweep.png", "--json"))
-    assert [row["alpha"] for row in found["rows"]] == [-1, 0, 1]
-    assert all(row["accuracy"] in (0, 1) for row in found["rows"])
-    fit = load_steering(tmp_path / "fit.steering")
-    assert fit == steering
-    assert fit.recommended == (found["recommended"], found["recommended_with_knowledge"])
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    assert as_json(kp("show", "fit.steering", "--json"))["recommended"]["calibrated"]
-    assert load_steering(tmp_path / "new/formal.steering").recommended is None
-    code, out, _ = kp("calibrate", "new/formal.steering", "--alphas", "1", "--max-tokens", "2")
-    assert code == 0
-    assert "Saved in new/formal.steering." in out
-    assert load_steering(tmp_path / "new/formal.steering").recommended is not None
+    fit = replace(steering, coherent=(-1.0, 2.0), recommended=(2.0, 0.5))
+    save_steering(fit, tmp_path / "fit.steering")
+    shown = as_json(kp("show", "fit.steering", "--json"))
+    assert shown["recommended"] == {"alone": 2, "with_knowledge": 0.5, "calibrated": True}
+    assert shown["coherent"] == [-1, 2]
 
 
 def test_a_steering_of_keys_says_so(kp: Kp, tiny: None) -> None:
@@ -153,14 +143,11 @@ def test_ask_speaks_as_a_steering_says(
         (["make", "pairs.json", "-o", "s", "--method", "median"], 2, "'median' is not one of 'mean', 'last_token'"),
         (["show", "nothing"], 1, "nothing"),
         (["show", "pairs.json"], 1, "no intact steering"),
-        (["calibrate", "pairs.json"], 1, "no intact steering"),
-        (["calibrate", "good", "--alphas", "1,x"], 2, "finite numbers with commas"),
-        (["calibrate", "good", "--alphas", "1,nan"], 2, "finite numbers"),
-        (["calibrate", "good", "--questions", "broken.json"], 1, "line 1: is not JSON"),
-        (["calibrate", "good", "--questions", "pairs.json"], 1, 'expected {"question"'),
-        (["calibrate", "good", "--questions", "none.jsonl"], 1, "none.jsonl holds no questions"),
-        (["calibrate", "good", "--pairs", "fromal"], 1, "expected a JSON file"),
-        (["calibrate", "foreign"], 1, "The steering was not made by this model"),
+        (
+            ["calibrate", "good"],
+            2,
+            "`kp steer calibrate` is gone in 0.3; use `python -m benchmarks.steering_range FILE`",
+        ),
     ],
 )
 def test_errors_are_one_line_and_say_what_to_do(
@@ -174,15 +161,12 @@ def test_errors_are_one_line_and_say_what_to_do(
         "three.json": '[["a", "b", "c"]]',
         "same.json": '[["a", "a"]]',
         "numbers.json": "[[1, 2]]",
-        "none.jsonl": "\n",
     }.items():
         (tmp_path / name).write_text(text)
     assert kp("make", "pairs.json", "-o", "good")[0] == 0
-    if "foreign" in arguments:
-        assert kp("make", "pairs.json", "-o", "foreign", "--model", "qwen3")[0] == 0
     got, out, err = kp(*arguments)
     assert got == code, err
-    assert words in " ".join(err.split())
+    assert words in " ".join(err.replace("│", " ").split())
     assert "Traceback" not in err + out
     if code == 1:
         assert len(err.strip().splitlines()) == 1

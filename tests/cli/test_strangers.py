@@ -164,9 +164,7 @@ def nowhere(tmp_path: Path, monkeypatch) -> None:
     "command",
     [
         ("steer", "show", "formal.st"),
-        ("steer", "calibrate", "formal.st"),
         ("ask", "notes", QUESTION, "--steering", "formal.st"),
-        ("steer", "calibrate", "formal", "--questions", "formal.st"),
         ("build", "new", "formal.st"),
         pytest.param(("packet", "train", "formal.st", "-o", "w"), marks=pytest.mark.slow),
         ("play", "formal.st"),

@@ -1,14 +1,15 @@
 """The sweep over alpha: what it measures, what it recommends, and where it warns."""
 
-import builtins
+import json
 import math
-from importlib import import_module
 
 import pytest
 
-from kp_core import KnowledgePackError
-from kp_core.errors import MissingDependencyError, SteeringError
-from kp_core.steering import SteeringWarning, Task, calibrate, repetition
+from benchmarks import steering_range
+from benchmarks.steering_range import Task, calibrate, main, repetition
+from kp_core import load_engine
+from kp_core.errors import SteeringError
+from kp_core.steering import SteeringWarning, load_steering, save_steering
 from tests.conftest import tiny_engine
 
 PAIRS = [("The formal one.\n", "an 7 er"), ("the other, formal", "er er er 42")]
@@ -117,7 +118,7 @@ def test_tasks_and_scores_that_are_none_are_refused():
 def test_it_runs_on_an_engine_and_the_calibrated_steering_warns_beyond_its_cliff(monkeypatch):
     fallen = sweep(Spoken(collapse=1.0)).steering
     # A model of random numbers repeats itself, or says nothing.
-    monkeypatch.setattr(import_module("kp_core.steering.calibrate"), "_LEAST_COHERENCE", 0)
+    monkeypatch.setattr(steering_range, "_LEAST_COHERENCE", 0)
     engine = tiny_engine()
     found = calibrate(
         engine,
@@ -171,21 +172,27 @@ def test_the_table_has_a_line_per_alpha_and_the_recommendation():
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_the_plot_is_a_picture(tmp_path, suffix):
-    pytest.importorskip("matplotlib")
     path = sweep(Spoken()).plot(tmp_path / f"sweep.{suffix}")
     assert path.read_bytes()[:4] in (b"\x89PNG", b"<?xm")
 
 
-def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
-    real = builtins.__import__
+def test_as_a_program_it_saves_what_it_found(tmp_path, thin_model):
+    engine = load_engine(thin_model, dtype="float32")
+    pairs = [["I should be obliged for a reply.", "write back ok"], ["It is most regrettable.", "that sucks"]]
+    (tmp_path / "pairs.json").write_text(json.dumps(pairs))
+    save_steering(engine.make_steering(pairs, progress=False), tmp_path / "formal")
+    rows = [{"question": "Who?"}, {"question": "Where is it?", "facts": "It is the er.", "expected": "er"}]
+    (tmp_path / "questions.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    told = f"--pairs {tmp_path}/pairs.json --questions {tmp_path}/questions.jsonl --alphas -1 1 --tokens 4"
+    told += f" --plot {tmp_path}/sweep.svg --out {tmp_path}/fit --dtype float32 --model {thin_model}"
+    found = main([str(tmp_path / "formal"), *told.split()])
+    assert [row["alpha"] for row in found["rows"]] == [-1, 0, 1]
+    fit = load_steering(tmp_path / "fit")
+    assert fit.recommended == (found["recommended"], found["recommended_with_knowledge"])
+    assert (tmp_path / "sweep.svg").is_file()
+    assert load_steering(tmp_path / "formal").recommended is None
 
-    def without(name, *rest, **more):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *rest, **more)
 
-    found = sweep(Spoken())
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MissingDependencyError, match=r"knowledge-packs\[plot\]") as caught:
-        found.plot(tmp_path / "sweep.png")
-    assert isinstance(caught.value, KnowledgePackError)
+def test_what_left_is_refused_by_name():
+    with pytest.raises(ImportError, match=r"`kp_core.steering.calibrate` is gone in 0.3; use `benchmarks"):
+        exec("from kp_core.steering import calibrate")  # noqa: S102 - as a user writes it

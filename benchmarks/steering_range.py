@@ -1,7 +1,14 @@
-"""Finds the range of alpha in which a steered model stays coherent and still answers from packs."""
+"""Finds the range of alpha in which a steered model stays coherent and still answers from packs.
+
+As a program, it measures the steering of a file, as `kp steer make` writes it, on eight plain questions or on those of
+`--questions`, lines of `{"question": "...", "facts": "...", "expected": "..."}`, of which only the first is needed. The
+effect is how like the answers are to the first sides of the pairs (1) or to the second (-1), by embedding. The steering
+is saved with the range and the strengths that it found as its defaults.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -10,14 +17,27 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any, TypeAlias
 
-from kp_core.bundled import needing
-from kp_core.errors import SteeringError
-from kp_core.packs.pack import KnowledgePack
-from kp_core.progress import bar_of
-from kp_core.prompt.conversation import Message
-from kp_core.steering.value import Pair, Scope, Steering
+from matplotlib.figure import Figure
 
-__all__ = ["Calibration", "CalibrationRow", "Task", "calibrate", "likeness", "repetition"]
+from benchmarks import common
+from kp_cli.steer import read_pairs
+from kp_core import KnowledgePack, Message, SentenceTransformerEmbedder, Session
+from kp_core.errors import SteeringError
+from kp_core.progress import bar_of
+from kp_core.steering import Pair, Scope, Steering, load_steering, save_steering
+
+__all__ = ["Calibration", "CalibrationRow", "Task", "calibrate", "likeness", "main", "repetition"]
+
+QUESTIONS = (
+    "What is the sun?",
+    "Why do people sleep?",
+    "How do I learn to swim?",
+    "What should I eat for breakfast?",
+    "Tell me about dogs.",
+    "Why is the sea salty?",
+    "How can I save money?",
+    "What makes a good friend?",
+)
 
 ALPHAS = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0)
 _TOLERANCE = 0.01  # Largest acceptable loss of accuracy with packs.
@@ -108,12 +128,7 @@ class Calibration:
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> Path:
-        """Plot effect, coherence and accuracy over alpha to `path`, whose suffix chooses the image format.
-
-        Raises `MissingDependencyError` without matplotlib.
-        """
-        with needing("Plots need matplotlib", "plot"):
-            from matplotlib.figure import Figure
+        """Plot effect, coherence and accuracy over alpha to `path`, whose suffix chooses the image format."""
         figure = Figure(figsize=(7, 4), layout="constrained")
         left = figure.subplots()
         right = left.twinx()
@@ -135,7 +150,7 @@ class Calibration:
 
 
 def calibrate(  # noqa: PLR0913 - what is asked, at which strengths, and how it is scored
-    engine: Any,  # noqa: ANN401 - a `Session`, from a layer above
+    engine: Session,
     steering: Steering,
     tasks: Sequence[Task | str],
     score: Score,
@@ -230,3 +245,43 @@ def likeness(pairs: Sequence[Pair], embedder: Any) -> Callable[[str], float]:  #
     if not length:
         raise SteeringError("Both sides of the pairs mean the same to the embedder; give a score of your own.")
     return lambda text: float((embedder.embed([text])[0] - middle) @ half) / length
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run, print the table, save the steering."""
+    parser = common.argument_parser(__doc__, "")
+    parser.add_argument("file", type=Path, metavar="FILE", help="a steering")
+    parser.add_argument("--pairs", help="a preset or a JSON file; default: the pairs that it was made from")
+    parser.add_argument("--questions", type=Path, metavar="JSONL")
+    parser.add_argument("--alphas", type=float, nargs="+", default=ALPHAS)
+    parser.add_argument("--tokens", type=int, default=32, metavar="N", help="most tokens of an answer; default: 32")
+    parser.add_argument("--plot", type=Path, metavar="PICTURE", help="draw the sweep: .png or .svg")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the file to write; default: FILE")
+    arguments = parser.parse_args(argv)
+    steering = load_steering(arguments.file)
+    pairs = read_pairs(arguments.pairs or steering.provenance.get("pairs", ""))
+    rows: list[dict[str, str]] = [{"question": question} for question in QUESTIONS]
+    if arguments.questions:
+        rows = [json.loads(line) for line in arguments.questions.read_text().splitlines() if line.strip()]
+    engine = common.load_engine(arguments)
+    steering.check(engine.fingerprint)
+    tasks = [
+        Task(
+            row["question"],
+            [engine.build_pack(row["facts"], compiled_for="system")] if "facts" in row else (),
+            row.get("expected"),
+        )
+        for row in rows
+    ]
+    score = likeness(pairs, SentenceTransformerEmbedder())
+    found = calibrate(engine, steering, tasks, score, alphas=arguments.alphas, max_tokens=arguments.tokens)
+    save_steering(found.steering, arguments.out or arguments.file)
+    if arguments.plot:
+        found.plot(arguments.plot)
+    print(found.table())
+    common.write_json(arguments.json, found.to_dict())
+    return found.to_dict()
+
+
+if __name__ == "__main__":
+    main()
