@@ -347,13 +347,9 @@ class ChatTemplate:
             raise TemplateError(f"The chat template refused a conversation of [{roles}]: {error}") from error
 
     def _try_render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
-        from kp_core.prompt.sandbox import LimitError
-
         try:
             return self._render(messages, {"add_generation_prompt": False, "tools": tools})
-        except TemplateError as error:
-            if isinstance(error.__cause__, LimitError):
-                raise
+        except TemplateError:
             return None
 
 

@@ -1,4 +1,4 @@
-"""Templates are code of somebody else's: they run within limits, and what they do to text is noticed."""
+"""Templates are code of somebody else's: they run in a sandbox, and what they do to text is noticed."""
 
 import logging
 
@@ -7,92 +7,16 @@ import pytest
 from kp_core import ChatTemplate, Fact, PackStore
 from kp_core.compiling import compile_facts
 from kp_core.errors import TemplateError
-from kp_core.prompt.sandbox import LimitError, render
-from kp_core.testing import CHATML, tiny_tokenizer
+from kp_core.prompt.sandbox import render
+from kp_core.testing import tiny_tokenizer
 from tests.conftest import tiny_engine
 from tests.core.prompt.test_control_tokens import controls
 from tests.core.prompt.test_template import HANDLE, TEMPLATES, Packs
 
 TURN = "{{ '<|im_start|>' + m['role'] + '\n' }}BODY{{ '<|im_end|>\n' }}"
 ALL = "{% for m in messages %}" + TURN + "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-GROW = "{%% set n = namespace(x='aaaa') %%}{%% for i in range(99) %%}%s{%% endfor %%}"
-ENDLESS = [
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
-    "{% for a in range(99) recursive %}{{ loop(range(99)) if loop.depth < 9 }}{% endfor %}",
-]
-HUGE = [
-    "{{ 'a' * 99999999999 }}",
-    "{{ ('a' * 9999999999) | length }}",
-    "{{ [0] * 9999999999 }}",
-    "{{ 9 ** (9 ** 9) }}",
-    "{{ 'a'.center(9999999999) }}",
-    "{{ 'a' | center(9999999999) }}",
-    "{{ ['a'] | map('center', 9999999999) | first }}",
-    "{{ '%9999999999d' % 1 }}",
-    "{{ '%*d' % (9999999999, 1) }}",
-    "{{ '{:9999999999}'.format(1) }}",
-    "{{ '%9999999999d' | format(1) }}",
-    "{{ ('a' * 9999999).replace('a', 'b' * 9999999) }}",
-    "{{ range(99999) | join('b' * 9999999) }}",
-    "{{ ('b' * 9999999).join(range(99999) | map('string')) }}",
-    "{{ messages | tojson(indent=9999999999) }}",
-    GROW % "{% set n.x = n.x ~ n.x %}",
-    GROW % "{% set n.x = n.x + n.x %}",
-    GROW % "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}",
-    GROW % "{% set n.x = [n.x, n.x] %}" + "{{ n.x }}",
-    "{% set n = namespace(x=7) %}" + "{% set n.x = n.x * n.x %}" * 99,
-    "{% for a in range(99999) %}{% for b in range(99999) %}" + "a" * 9999 + "{% endfor %}{% endfor %}",
-]
-DOUBLED = "{% set n.x = [n.x, n.x] %}"
-JSON = "{{ n.x | tojson(indent=50) }}"
-HUGE += [
-    GROW % DOUBLED + "{{ n.x | string | length }}",
-    GROW % (DOUBLED + "{% set n.y = [n.y, n.y] %}") + "{{ n.x == n.y }}",
-    GROW % "{% set n.x = dict(a=n.x, b=n.x).items() %}" + "{{ n.x | upper }}",
-    GROW % "{% set n.x = cycler(n.x, n.x).items %}" + "{{ n.x | string }}",
-    GROW % "{% set n.x = [none, none] | map('default', n.x, true) | list %}" + "{{ n.x | string }}",
-    GROW % "{% macro f() %}{% set n.x = varargs %}{% endmacro %}{{ f(n.x, n.x) }}" + "{{ n.x | string }}",
-    GROW % "{% with x = [n.x, n.x] %}{% set n.x = x %}{% endwith %}" + "{{ n.x in [n.x] }}",
-    "{% macro f(x, n) %}{% if n %}{{ f([x, x], n - 1) }}{% else %}{{ x }}{% endif %}{% endmacro %}{{ f('a', 99) }}",
-    "{% set a = 'a' * 50000 %}{{ (a" + " ~ a" * 99 + ") | length }}",
-    "{% set n = namespace(x=[]) %}{% set a = 'a' * 50000 %}{% for i in range(99) %}{% set n.x = a[1:] %}{% endfor %}",
-    "{{ ('a' * 9999).translate({97: 'b' * 9999}) }}",
-    "{{ ('\n' * 9999) | indent('b' * 9999) }}",
-    "{{ ([0] * 9999) | tojson(indent='b' * 9999) }}",
-    "{{ ([0] * 9999) | tojson(separators=('b' * 9999, ':')) }}",
-    "{% set n = namespace(x=[0] * 999) %}{% for i in range(200) %}{% set n.x = [n.x] %}{% endfor %}" + JSON,
-    "{{ ('a ' * 9999) | wordwrap(1, true, 'b' * 9999) }}",
-    "{{ ([0] * 9999) | map('string') | join('b' * 9999) }}",
-    "{{ ([[0]] * 9999) | sum(start=[]) }}",
-    "{{ '{:{}}'.format(1, '9999999999') }}",
-    "{{ '{:{0.width}}'.format(namespace(width=9999999999)) }}",
-    "{% set n = namespace(x='a' * 50000) %}{{ ('{0.x}' * 999).format(n) }}",
-    "{{ (1).to_bytes(9999999999, 'big') }}",
-    "{{ (1).from_bytes(('a' * 50000).encode(), 'big') }}",
-    "{{ 1.5 | round(999999999, 'floor') }}",
-]
 ESCAPES = ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}"]
-ESCAPES += ["{{ dict.__class__.__base__ }}", "{% set n = namespace(__class__=1) %}", "{{ lipsum(9) }}"]
-
-
-@pytest.mark.parametrize("source", HUGE)
-def test_a_template_that_makes_too_much_is_stopped(source, monkeypatch):
-    monkeypatch.setattr("kp_core.prompt.sandbox._SIZE", 2**20)
-    with pytest.raises(LimitError, match="makes more text"):
-        render(source, {"messages": [{"role": "user", "content": "Hi"}]})
-
-
-def test_nested_namespaces_are_not_written_out():
-    assert len(render(GROW % "{% set n.x = namespace(a=n.x, b=n.x) %}" + "{{ n.x }}", {})) < 99
-
-
-@pytest.mark.parametrize("source", ENDLESS)
-def test_a_template_that_never_ends_is_stopped(source, monkeypatch):
-    monkeypatch.setattr("kp_core.prompt.sandbox._SECONDS", 0.2)
-    with pytest.raises(TemplateError, match=r"computes for more than 0\.2 seconds"):
-        ChatTemplate(tiny_tokenizer(source + CHATML))
+ESCAPES += ["{{ dict.__class__.__base__ }}", "{% set n = namespace(__class__=1) %}"]
 
 
 @pytest.mark.parametrize("source", ESCAPES)
