@@ -8,7 +8,7 @@ import platform
 import shutil
 import time
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Group
@@ -35,22 +35,14 @@ _PROBE_TEXT = "The lighthouse keeper counts ships, and writes each of them into 
 
 
 @spread
-def doctor(
-    before: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help="Say what will work with it, by its configuration: nothing is loaded."),
-    ] = None,
-    *,
-    model: ModelOptions,
-    as_json: JsonFlag = False,
-) -> None:
+def doctor(*, model: ModelOptions, as_json: JsonFlag = False) -> None:
     """Machine, packages, whether a model is supported and why not (exit code 3), and where storing KV pays."""
     with waiting("Loading libraries"):
         machine = _machine()  # First: what is measured below makes a load of its own.
-    name = before or model.model or model.engine or "bundled SmolLM2-135M-Instruct"
+    name = model.model or model.engine or "bundled SmolLM2-135M-Instruct"
     model_report: dict[str, Any] = {"supported": True}
     try:
-        model_report |= _foreseen(before, model.dtype) if before else _measured(model)
+        model_report |= _measured(model)
     except ERRORS as error:
         model_report = {"supported": False, "why_not": str(error)}
     report = {"machine": machine, "packages": _packages(), "model": {"name": name, **model_report}}
@@ -62,8 +54,6 @@ def doctor(
 def _machine() -> dict[str, Any]:
     import torch
 
-    from kp_core.engines.hf.loading import crowding
-
     cuda = torch.cuda.is_available()
     kept = default_keep_bytes(FolderBlobs("."))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -74,7 +64,7 @@ def _machine() -> dict[str, Any]:
         "cores": cores,
         "threads": torch.get_num_threads(),
         "load": round(load, 1),
-        "busy": crowding() or ("yes: others use its cores, so times below are longer" if load > cores else "no"),
+        "busy": "yes: others use its cores, so times below are longer" if load > cores else "no",
         "memory_gb": round(pages * size / 1e9, 1),
         "free_disk_gb": round(shutil.disk_usage(".").free / 1e9, 1),
         "store_of_packs": f"packs without a bound (max_bytes), KV behind them up to {kept / 1e9:.1f} GB (keep_bytes)",
@@ -90,26 +80,6 @@ def _packages() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
     return versions
-
-
-def _foreseen(name: str, dtype: str | None) -> dict[str, Any]:
-    from kp_core.engines.hf.foresight import foresee
-
-    forecast = foresee(name, dtype)
-    lacks = forecast.kind.lacks
-    report = {
-        "exact_reuse": True,
-        **{feature: f"no, as {lacks[feature]}" if feature in lacks else True for feature in ("compose", "steer")},
-        "cache": forecast.kind.name,
-        "dtype": forecast.dtype,
-        "weights_gb": "quantised: see the size of its files"
-        if forecast.weight_bytes is None
-        else round(forecast.weight_bytes / 1e9, 2),
-        "kv_bytes_per_token": forecast.bytes_per_token,
-        "positions": forecast.positions,
-        "longest_prompt_in_memory": forecast.longest_prompt,
-    }
-    return report | ({"state_bytes": forecast.state_bytes} if forecast.state_bytes else {})
 
 
 def _measured(model: ModelOptions) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
         typer.echo(add_key(new_key, namespace, write=write))  # Printed once; the file stores its hash.
         return
     model, store = _to_serve(model, store, host, has_keys=keys is not None, write=write)
-    from kp_core.engines.hf.foresight import foresee_rope, token_embeddings
+    from kp_core.engines.hf.unloaded import rope_of, token_embeddings
     from kp_core.facts.chroma import ChromaFactStore
     from kp_serve.desk import VARIABLE
     from kp_serve.rights import KEY_VARIABLE, server_key
@@ -113,7 +113,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     identity = _served_identity(model, dtype)
     connector: dict[str, Any] = {"store": store, "identity": identity.to_dict(), "sealed": sealed, "compress": compress}
     try:
-        connector["rope"], immovable = foresee_rope(model).to_dict(), ""
+        connector["rope"], immovable = rope_of(model).to_dict(), ""
     except KnowledgePackError as error:  # Keys cannot be moved; exact packs are served anyway.
         immovable = str(error)
     open_places(new=True)  # Last, so that a server that fails to start leaves no folder behind.

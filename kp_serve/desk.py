@@ -98,7 +98,7 @@ class Desk:
     @cached_property
     def embeddings(self) -> Callable[[Sequence[int]], Tensor]:
         """The model's input embeddings. Raises `UnsupportedRequestError` if they cannot be read."""
-        from kp_core.engines.hf.foresight import token_embeddings
+        from kp_core.engines.hf.unloaded import token_embeddings
 
         return token_embeddings(self.model)
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kp_core import PackStore, Session, load_engine
-from kp_core.engines.hf.foresight import foresee, foresee_rope
+from kp_core.engines.hf.unloaded import rope_of
 from kp_core.errors import UnsupportedRequestError
 from kp_core.packs.handle import find_handles
 from kp_core.steering import Steering
@@ -144,7 +144,7 @@ def test_keys_of_plain_models_are_moved_or_not_as_the_page_says(family, tmp_path
     assert (rope is not None) == (kind not in STAY and "compose" not in model.lacks)
     # A narrow model of its configuration turns keys as it does, or says that it cannot tell.
     config_of(kind).save_pretrained(tmp_path)
-    foreseen = _told(foresee_rope, tmp_path)
+    foreseen = _told(rope_of, tmp_path)
     if rope is None or kind in _UNFORESEEN:
         assert foreseen is None
     else:
@@ -164,19 +164,6 @@ def test_answers_are_decoded_together_or_not_as_the_page_says(family):
     assert model.batches == ("batch" not in model.lacks)
     if kinds()[family.kind].name in ("plain", "windows"):
         assert model.batches == (family.kind not in ONE_BY_ONE)
-
-
-def test_the_configuration_tells_what_the_model_is(in_bfloat16, tmp_path):
-    kind, model, loaded = in_bfloat16.kind, in_bfloat16.model, in_bfloat16.engine.engine.model
-    config_of(kind).save_pretrained(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-    seen = foresee(tmp_path, "bfloat16")
-    assert seen.kind == loaded.kind
-    assert (seen.bytes_per_token, seen.positions) == (loaded.shape.bytes_per_token, loaded.max_positions)
-    assert seen.state_bytes in {0, loaded.shape.state_bytes}, "0 where experts let no shapes through"
-    # Some keep the gates of their experts in float32, as loading them does.
-    weights = sum(each.numel() * each.element_size() for each in set(model.parameters()))
-    assert 0.98 * weights <= seen.weight_bytes <= 1.01 * weights
 
 
 @pytest.mark.parametrize("family", QUICK, indirect=True)

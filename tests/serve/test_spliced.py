@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kp_core import KVTensors, PacketComposer, PackStore, load_engine
-from kp_core.engines.hf.foresight import token_embeddings
+from kp_core.engines.hf.unloaded import token_embeddings
 from kp_core.engines.request import Request
 from kp_core.errors import PackError, UnsupportedRequestError
 from kp_core.packs.handle import Handle

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -35,7 +34,6 @@ __all__ = [
     "best_device",
     "best_dtype",
     "bundled_model",
-    "crowding",
     "load",
     "load_session",
     "name_of",
@@ -86,7 +84,6 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     that packs cannot serve, `TemplateError` without a chat template.
     """
     refuse_unknown(loading, [*signature(load_session).parameters, *LOADING], "load_engine")
-    _warn_of_others()
     source = bundled_model() if model is None else model
     stamp = stamp_files(source) if isinstance(source, str | Path) else {}
     loaded, hf_tokenizer = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code, **loading)
@@ -198,27 +195,6 @@ def _sample(tensor: Tensor) -> memoryview | None:
     raw = tensor.detach().view(-1).view(torch.uint8)
     middle = raw.numel() // 2
     return raw[middle : middle + _SAMPLE].numpy().data
-
-
-def crowding() -> str:
-    """A sentence with the remedy if others use the cores: threads that wait for one another are slower than fewer."""
-    if not (hasattr(os, "getloadavg") and hasattr(os, "sched_getaffinity")):
-        return ""
-    cores, threads, load = len(os.sched_getaffinity(0)), torch.get_num_threads(), os.getloadavg()[0]
-    free = max(1, round(cores - load))
-    if load <= cores / 2 or threads <= free:
-        return ""
-    return (
-        f"This machine is busy (load {load:.1f} on {cores} cores), and the {threads} threads of the model wait for one "
-        f"another. Setting OMP_NUM_THREADS={free} is faster now."
-    )
-
-
-@cache
-def _warn_of_others() -> None:
-    """Log `crowding`, once in a process."""
-    if sentence := crowding():
-        logger.warning(sentence)
 
 
 def bundled_model() -> Path:

@@ -18,11 +18,10 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from kp_core import load_engine
 from kp_core.engines.hf import identity
-from kp_core.engines.hf.foresight import foresee
 from kp_core.engines.hf.identity import identity_of, load_tokenizer
-from kp_core.engines.hf.loading import _warn_of_others, bundled_model, load, load_session, watched
+from kp_core.engines.hf.loading import bundled_model, load, load_session, watched
 from kp_core.engines.hf.model import CausalModel
-from kp_core.engines.local.buffer import KVBuffer
+from kp_core.engines.local.buffer import KVBuffer, default_cache_bytes
 from kp_core.errors import FingerprintMismatchError, ModelChangedError, ModelError, UnsupportedModelError
 from kp_core.packs.fingerprint import NUMERICS
 from kp_core.prompt.template import ChatTemplate
@@ -248,17 +247,10 @@ def offline(monkeypatch, tmp_path):
     return tmp_path / "hub" / "models--veyl--bell"
 
 
-@pytest.mark.parametrize(("load", "threads", "said"), [(3.0, 4, "OMP_NUM_THREADS=1 is"), (3.0, 1, ""), (0.4, 4, "")])
-def test_threads_that_would_wait_for_others_are_said_once(load, threads, said, monkeypatch, caplog):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
-    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
-    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
-    _warn_of_others.cache_clear()
-    for _ in range(2):
-        load_session(tiny_model("llama"), tokenizer=tiny_tokenizer())
-    assert [said in line for line in caplog.messages] == [True] * bool(said)
-    if said:
-        assert "busy (load 3.0 on 4 cores), and the 4 threads" in caplog.text
+def test_a_gpu_gives_kv_what_the_weights_leave_and_a_cpu_a_quarter():
+    assert default_cache_bytes(torch.device("cuda"), 80_000, 64_000) == 48_000
+    assert default_cache_bytes(torch.device("cuda"), 80_000, -1) == 0
+    assert default_cache_bytes(torch.device("cpu"), 80_000, 64_000) == 20_000
 
 
 @pytest.fixture
@@ -274,7 +266,7 @@ def hub(monkeypatch, tmp_path):
     return port
 
 
-@pytest.mark.parametrize("ask", [load_engine, identity_of, foresee, load_tokenizer, load_session])
+@pytest.mark.parametrize("ask", [load_engine, identity_of, load_tokenizer, load_session])
 def test_a_model_that_is_nowhere_is_said_in_one_line_and_nothing_is_tried_again(ask, hub, caplog, capfd):
     with pytest.raises(ModelError, match=r"no folder here.* cannot be reached\. Did you mean 'veyl/bell'\?") as caught:
         ask("veyl/bel")
