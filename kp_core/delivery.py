@@ -273,7 +273,7 @@ class Delivery:
         return self._compile(units, is_current=partial(self._is_current, found=found), progress=False)
 
     def _is_current(self, unit: Fact, found: float) -> bool:
-        """Whether the fact store would make `unit` of its facts now; without one, whether it was not deleted since then."""
+        """Whether the fact store would make `unit` now; without one, whether it was not deleted since it was `found`."""
         if self._facts is None:
             synced, live = self._synced
             kept = found > synced or content_id(unit.text) in live

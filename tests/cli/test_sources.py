@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import itertools
 import os
@@ -432,11 +431,6 @@ def test_lines_end_as_on_any_machine(tmp_path: Path, name: str, end: str) -> Non
 def test_a_heading_with_nothing_below_is_a_fact(tmp_path: Path, content: str, expected: list[tuple[str, str]]) -> None:
     found = read_facts(written(tmp_path / "a.md", content))
     assert [(fact.text, fact.title) for fact in found] == expected
-
-
-def test_the_place_that_sources_had_says_where_they_are() -> None:
-    with pytest.raises(ImportError, match=r"gone in 0\.3; import .* from kp_cli\.sources"):
-        importlib.import_module("kp_core.facts.sources")
 
 
 @pytest.mark.parametrize(
