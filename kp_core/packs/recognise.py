@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kp_core.packs.handle import Handle
 from kp_core.progress import bar_of
+from kp_core.threads import make_anew
 
 if TYPE_CHECKING:
     from kp_core.packs.view import Packs
@@ -43,10 +44,15 @@ class Recogniser:
         self._reach: dict[str, int] = {}
         # Hashes of the beginnings: a search examines one position in fifty instead of every word.
         self._noted = np.zeros(2**_BITS, bool)
-        # State of the store at the last `find_packs`.
+        # By namespace: `changes` of the store when its texts were last read.
+        self._changes: dict[str, object] = {}
+        self.forked()
+        make_anew(self)
+
+    def forked(self) -> None:
+        """In a forked process: another thread may have held the locks."""
         self._lock = Lock()
-        self._namespaces: frozenset[str] = frozenset()
-        self._changes: object = None
+        self._reading: dict[str, Lock] = {}  # By namespace: whoever reads its texts now.
 
     def add(self, handle: Handle, text: str) -> None:
         """Find `text` from now on. A handle has one text, so adding it again does nothing."""
@@ -74,18 +80,32 @@ class Recogniser:
                     del texts[bisect_left(texts, text)]
 
     def find_packs(self, store: Packs, text: str, namespaces: Collection[str]) -> list[tuple[int, int, Handle]]:
-        """Read new packs of `store`, then return where its texts are in `text`, as `find` does."""
+        """Read new packs of these namespaces of `store`, then return where their texts are in `text`, as `find` does.
+
+        Whoever may read other namespaces does not wait meanwhile.
+        """
         if len(text) < self._min:
             return []
+        changes = store.changes
+        for namespace in namespaces:
+            if self._changes.get(namespace, self) != changes:
+                self._read(store, namespace)
         with self._lock:
-            # Read `changes` before the texts, so that packs added in between are read next time.
-            changes, names = store.changes, self._namespaces.union(namespaces)
-            if changes != self._changes or names != self._namespaces:
-                unread = store.texts(names, self._texts.keys())
-                for handle, pack_text in bar_of("Reading the texts of packs", None, "pack", unread):
-                    self.add(handle, pack_text)
-                self._changes, self._namespaces = changes, names
             return self.find(text, namespaces) if self._handles else []
+
+    def _read(self, store: Packs, namespace: str) -> None:
+        with self._reading.setdefault(namespace, Lock()):
+            # Read `changes` before the texts, so that packs added in between are read next time.
+            changes = store.changes
+            if self._changes.get(namespace, self) == changes:  # Another thread has just read them.
+                return
+            with self._lock:
+                known = {handle for handle in self._texts if handle.namespace == namespace}
+            unread = store.texts([namespace], known)
+            for handle, text in bar_of("Reading the texts of packs", None, "pack", unread):
+                with self._lock:
+                    self.add(handle, text)
+            self._changes[namespace] = changes
 
     def find(self, text: str, namespaces: Collection[str] | None = None) -> list[tuple[int, int, Handle]]:
         """Return texts found in `text`, as `(start, stop, handle)`: the leftmost, the longest there, then on behind it.

@@ -314,9 +314,15 @@ class PackStore(Packs):
 
     def texts(self, namespaces: Collection[str], known: Collection[Handle] = ()) -> Iterator[tuple[Handle, str]]:
         """Yield the packs of these namespaces that are not in `known`, each with its text; see `changes`."""
-        for handle in itertools.chain.from_iterable(map(self.handles, namespaces)):
-            if handle not in known and (text := self._text(handle)) is not None:
-                yield handle, text
+        for namespace in namespaces:
+            ids = {handle.id for handle in known if handle.namespace == namespace}
+            # Names are compared first: making the handles of all known packs takes longer than listing them.
+            keys = [key for key, _ in self.blobs.list(f"packs/{check_namespace(namespace)}/")]
+            unknown = (key for key in keys if key.rpartition("/")[2].partition(".")[0] not in ids)
+            new = sorted({entry[0] for entry in map(entry_of, unknown) if entry and not entry[1]})
+            with ThreadPoolExecutor(_AT_ONCE) as pool:  # It starts its threads when it is first used.
+                texts = (pool.map if self.blobs.is_far else map)(self._text, new)
+                yield from ((handle, text) for handle, text in zip(new, texts, strict=True) if text is not None)
 
     def remove(self, handle: Handle) -> None:
         """Delete the pack, its text, its quarantined files and KV kept behind it; raises `PackNotFoundError`."""

@@ -2,6 +2,7 @@
 
 import json
 import stat
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 
 from kp_core import Packs, PackView
 from kp_core.errors import HandleError, PackCorruptError, PackCorruptWarning, PackError, PackNotFoundError
+from kp_core.packs.blobs import FolderBlobs
 from kp_core.packs.file import encode_pack
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
@@ -503,3 +505,30 @@ def test_texts_that_are_not_known_yet(store):
     assert dict(store.texts(["art", "geo", "none"], set(handles.values()))) == {store.handle("b", "geo"): "b"}
     files_of(store, handles["geo a"])[1].write_text("not the text of this handle")
     assert dict(store.texts(["geo"])) == {store.handle("b", "geo"): "b"}
+
+
+def test_of_known_packs_nothing_is_read(tmp_path):
+    blobs = Watched(tmp_path)
+    store = PackStore(blobs)
+    known = {store.put(make_pack(f"text {number}")) for number in range(3)}
+    new = store.put(make_pack("new"))
+    (tmp_path / "packs" / "geo" / new.id[:2] / "notes.txt").write_text("not ours")
+    blobs.done.clear()
+    assert dict(store.texts(["geo"], known)) == {new: "new"}
+    assert blobs.done == ["list", "read"]
+
+
+def test_texts_that_are_far_are_read_at_once(tmp_path):
+    together = threading.Barrier(4)
+
+    class Far(FolderBlobs):
+        is_far = True
+
+        def read(self, key, *args):
+            if key.endswith(".txt"):
+                together.wait(20)  # Breaks unless four reads are under way.
+            return super().read(key, *args)
+
+    near = PackStore(tmp_path, secret="5e" * 32)
+    handles = {near.put(make_pack(f"text {number}")): f"text {number}" for number in range(4)}
+    assert dict(PackStore(Far(tmp_path), secret="5e" * 32).texts(["geo"])) == handles

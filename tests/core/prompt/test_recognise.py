@@ -1,7 +1,10 @@
 """Texts of packs in messages are recognised, and a recognised span changes nothing but where KV may come from."""
 
 import gc
+import multiprocessing
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 
@@ -9,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, Packs, PackView, Prefix
+from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, Packs, PackStore, PackView, Prefix
 from kp_core.errors import FingerprintMismatchError
 from kp_core.packs.handle import find_handles, mint
 from kp_core.packs.recognise import Recogniser
@@ -228,11 +231,82 @@ def test_texts_are_read_once_and_when_something_changed():
     shelf.put("short", "b")
     shelf.view("b").split(LIGHT, "user")
     shelf.view("a").split(LIGHT, "user")
-    assert shelf.told == [1, 1, 1]
+    assert shelf.told == [1, 1, 1, 0]  # Of each namespace when it is read, and nothing twice.
     index = weakref.ref(shelf.recogniser)
     del shelf
     gc.collect()
     assert index() is None
+
+
+def test_texts_are_listed_for_the_namespaces_of_the_view_alone():
+    asked = []
+
+    class Listed(Shelf):
+        def texts(self, namespaces, known):
+            asked.append((sorted(namespaces), sorted(known)))
+            return super().texts(namespaces, known)
+
+    shelf = Listed(LIGHT)
+    shelf.put(OIL, "b")
+    for _ in range(2):
+        shelf.view("a").split(LIGHT, "user")
+    shelf.view("b").split(LIGHT, "user")
+    assert asked == [(["a"], []), (["b"], [])]
+    shelf.put(f"{LIGHT} {OIL}", "b")
+    assert shown(shelf.view("a").split(LIGHT, "user")) == ["recognised"]
+    assert asked[2:] == [(["a"], [handle(LIGHT)])]
+
+
+def test_nobody_waits_for_the_texts_of_namespaces_that_others_read():
+    reads, go_on = threading.Event(), threading.Event()
+
+    class Slow(Shelf):
+        def texts(self, namespaces, known):
+            if "a" in namespaces:
+                reads.set()
+                assert go_on.wait(60)
+            return super().texts(namespaces, known)
+
+    shelf = Slow(LIGHT)
+    shelf.put(OIL, "b")
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            slow = [pool.submit(shelf.view("a").split, LIGHT, "user") for _ in range(2)]
+            assert reads.wait(60)
+            assert shown(pool.submit(shelf.view("b").split, OIL, "user").result(20)) == ["recognised"]
+            assert not any(future.done() for future in slow)
+        finally:
+            go_on.set()
+        assert [shown(future.result(60)) for future in slow] == [["recognised"], ["recognised"]]
+    assert shelf.told == [1, 1]  # The second reader of `a` waited for the first.
+
+
+def test_what_another_process_puts_and_removes_is_seen(tmp_path):
+    store = PackStore(tmp_path)
+
+    def pack(text):
+        return KnowledgePack(text, "a", (), Prefix(), ModelFingerprint.unknown())
+
+    def seen(*texts):
+        return [shown(store.view("a").split(text, "user")) == ["recognised"] for text in texts]
+
+    def in_another_process(work):
+        process = multiprocessing.get_context("fork").Process(target=work)
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+
+    light = store.put(pack(LIGHT))
+    assert seen(LIGHT, OIL) == [True, False]
+    for _ in range(2):
+        in_another_process(lambda: PackStore(tmp_path).put(pack(OIL)))
+        assert seen(LIGHT, OIL) == [True, True]
+        in_another_process(lambda: PackStore(tmp_path).remove(store.handle(OIL, "a")))
+        assert seen(LIGHT, OIL) == [True, False]
+    in_another_process(lambda: PackStore(tmp_path).remove(light))
+    assert seen(LIGHT, OIL) == [False, False]
+    in_another_process(lambda: PackStore(tmp_path).put(pack(LIGHT)))
+    assert seen(LIGHT, OIL) == [True, False]
 
 
 @pytest.mark.parametrize("placement", ["in_place", "system"])
