@@ -99,7 +99,7 @@ def memory_server(facts: FactStore, delivery: Callable[[], Delivery], namespace:
         fact, packs = Fact(text, source="remembered", namespace=namespace), delivery()
         packs.refuse_unreadable([fact])
         # Compile first: a fact that cannot be compiled must not be stored, as searches would find it.
-        packs.compile([fact], progress=False)
+        packs.compile([fact], stored=False, progress=False)
         packs.facts.add([fact])
         return result(packs.deliver([Hit(fact, 1.0)]))
 

@@ -87,8 +87,6 @@ class Delivery:
         self.unit, self.kv, self.compiled_for, self.precompile = unit, kv, compiled_for, precompile
         self.namespace = None if namespace is None else check_namespace(namespace)
         self.compress, self.accept = compress, accept
-        # Without a fact store: when sources were discarded, and when `sync` last looked, and the texts that it found.
-        self._discarded, self._synced = dict[str, float](), (-math.inf, set[str]())
 
     @property
     def facts(self) -> FactStore:
@@ -137,14 +135,19 @@ class Delivery:
             if how != "rebuild":
                 raise FactError(f"Got how={how!r} for packs of whole {self.unit}s; these take how='rebuild'.")
             return self.update(replace(fact, text=replaced(fact.text, old, new)))
-        self.compile([fact], progress=False)
+        if self.compile([fact], progress=False) == [None]:
+            fact = self.facts.get(fact_id, namespace=self.namespace)  # Raises if it was deleted meanwhile.
         compiled_for = self.compiled_for
         plan = self._compiler.build_pack(fact.text, namespace=fact.namespace, compiled_for=compiled_for, lazy=True)
         pack = self.store.get(self.store.handle(fact.text, fact.namespace), plan.key)
         edited = edit(pack, old, new, self._compiler, how=how, compiled_for=compiled_for)
         self.store.put(pack)  # Writes nothing: a store that is only read raises here, before the fact changes.
+        if not self._is_current(fact):
+            self._discard([fact])
         fact = self.facts.update(replace(fact, text=edited.text))
         self.store.put(edited)
+        if not self._is_current(fact):
+            self._discard([fact])
         return fact
 
     def delete(
@@ -185,12 +188,12 @@ class Delivery:
         """Delete packs of single facts or documents that have changed or are gone; returns their handles.
 
         `texts` is called with these packs (`provenance["id"]` is the id of the document) and returns the texts that
-        still exist. A pack that others add meanwhile stays. If it raises, nothing is deleted.
+        still exist. A pack that others add meanwhile stays. If it raises, nothing is deleted. What waits to be compiled
+        is cancelled first; the next search that finds it compiles it.
         """
-        began = time.monotonic()
+        self.cancel()
         packs = {handle: pack for handle, pack in self.compiled().items() if pack.provenance["unit"] == "fact"}
         live = {content_id(text) for text in texts(packs)}
-        self._synced = began, live
         stale = [handle for handle, pack in packs.items() if content_id(pack.text) not in live]
         self.forget(*stale)
         log_event(logger, "packs synchronised", packs=len(packs), removed=len(stale))
@@ -198,7 +201,7 @@ class Delivery:
 
     def discard(self, source: str) -> None:
         """Delete the packs of this source; none that waits to be compiled, or is being compiled, is written."""
-        self._discarded[source] = time.monotonic()
+        self.cancel()
         self.forget(*(handle for handle, pack in self.compiled().items() if pack.provenance.get("source") == source))
 
     def gc(self) -> list[Handle]:
@@ -243,21 +246,23 @@ class Delivery:
 
     def deliver(self, hits: Sequence[Hit]) -> list[Found]:
         """Turn hits, of this or any other search, into units with the handles of their packs, in the same order."""
-        units, now = [self._around(hit.fact, self.unit) for hit in hits], time.monotonic()
+        units = [self._around(hit.fact, self.unit) for hit in hits]
         if self.engine is None:
             handles = [self._lookup(unit) for unit in units]
         elif self.precompile == "idle":
-            handles = self._compiled_when_idle(units, self.engine, now)
+            handles = self._compiled_when_idle(units, self.engine)
         else:
-            handles = self._compile_current(units, now)
+            handles = self.compile(units, progress=False)
         log_event(logger, "packs found", units=len(units), packs=sum(handle is not None for handle in handles))
         return [Found(hit, unit, handle) for hit, unit, handle in zip(hits, units, handles, strict=True)]
 
-    def compile(self, units: Iterable[Fact], *, progress: bool = True) -> list[Handle | None]:
-        """Run `compile_facts` with the settings of this object."""
-        return self._compile(units, progress=progress)
+    def compile(self, units: Iterable[Fact], *, stored: bool = True, progress: bool = True) -> list[Handle | None]:
+        """Run `compile_facts` with the settings of this object.
 
-    def _compile(self, units: Iterable[Fact], **options: Any) -> list[Handle | None]:  # noqa: ANN401
+        A unit whose facts are deleted before its pack is stored has none. Facts that are not `stored` yet are compiled
+        in any case.
+        """
+        since = self.store.cancelled
         return compile_facts(
             *(units, self._compiler, self.store),
             unit=self.unit,
@@ -265,19 +270,22 @@ class Delivery:
             lazy=self.kv == "lazy",
             compress=self.compress,
             accept=self.accept,
-            **options,
+            is_current=lambda unit: not stored or self._is_current(unit, since),
+            progress=progress,
         )
 
-    def _compile_current(self, units: Sequence[Fact], found: float) -> list[Handle | None]:
-        """Compile `units` that were `found`, except those whose facts are deleted before their packs are stored."""
-        return self._compile(units, is_current=partial(self._is_current, found=found), progress=False)
+    def cancel(self) -> None:
+        """Without a fact store: forget what waits to be compiled into this store by this process.
 
-    def _is_current(self, unit: Fact, found: float) -> bool:
-        """Whether the fact store would make `unit` now; without one, whether it was not deleted since it was `found`."""
+        Call it when texts were deleted elsewhere, before their packs are deleted. A search that finds others of the
+        texts lets them wait again.
+        """
+        self.store.cancelled = object()
+
+    def _is_current(self, unit: Fact, since: object = None) -> bool:
+        """Whether the fact store would make `unit` of its facts now; without one, whether `cancelled` is `since`."""
         if self._facts is None:
-            synced, live = self._synced
-            kept = found > synced or content_id(unit.text) in live
-            return kept and found > self._discarded.get(unit.source, -math.inf)
+            return self.store.cancelled is since
         if self.unit == "bank":
             try:
                 return _joined(self._facts.bank_facts(unit.title)) == unit.text
@@ -286,8 +294,10 @@ class Delivery:
         if self.unit == "document" and unit.source:
             members = self._facts.facts(where={"kp:source": unit.source}, namespace=unit.namespace)
             return _joined(members) == unit.text
-        same = self._facts.facts(where={"kp:digest": unit.digest}, namespace=unit.namespace)
-        return any(fact.text == unit.text for fact in same)
+        by_id: dict[str, Any] = {"ids": [unit.id]}
+        by_text: dict[str, Any] = {"where": {"kp:digest": unit.digest}}  # Another fact may have the same text.
+        found = (self._facts.facts(namespace=unit.namespace, **wanted) for wanted in (by_id, by_text))
+        return any(fact.text == unit.text for facts in found for fact in facts)
 
     def refuse_unreadable(self, facts: Iterable[Fact]) -> None:
         """Raise `PackError` for a text longer than half of the model's context: requests that find it would fail."""
@@ -351,7 +361,7 @@ class Delivery:
             raise FactError("There is no engine to compile packs with; pass one: `Delivery(facts, engine, store)`.")
         return self.engine
 
-    def _compiled_when_idle(self, units: Sequence[Fact], engine: Session, found: float) -> list[Handle | None]:
+    def _compiled_when_idle(self, units: Sequence[Fact], engine: Session) -> list[Handle | None]:
         """Return the handles of packs that are compiled, and compile the others when the engine is idle."""
         compiled, _ = find_compiled(
             *(units, engine, self.store),
@@ -360,6 +370,7 @@ class Delivery:
             accept=self.accept or self.compress == "int8",
         )
         missing = [unit for unit in units if (unit.namespace, unit.text) not in compiled]
+        since = self.store.cancelled
 
         def steps() -> Iterator[object]:
             for unit in missing:
@@ -369,8 +380,8 @@ class Delivery:
                     began = time.monotonic()
                     time.sleep(_QUIET_S)
                     yield None  # While a request is answered, this takes as long.
-                if self._is_current(unit, found):
-                    yield self._compile_current([unit], found)
+                if self._is_current(unit, since):
+                    yield self.compile([unit], progress=False)
 
         if missing:
             with suppress(BusyError):  # The next search finds them again.

@@ -178,7 +178,7 @@ class KnowledgePackStore(BaseStore):
         if new_facts:
             # Refuse texts that cannot be packs; otherwise searches would find them again and again.
             self._delivery.refuse_unreadable(new_facts)
-            self._delivery.compile(new_facts, progress=False)
+            self._delivery.compile(new_facts, stored=False, progress=False)
             self._delivery.add(new_facts, overwrite=True, progress=False)
 
     def _fact(self, op: PutOp) -> Fact:

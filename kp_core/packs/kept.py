@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -46,6 +47,8 @@ class KeptEntry:
     begins: int | None = None
     nbytes: int = field(default=0, compare=False)
     """Size of its file, if the store listed it."""
+    planned: float = field(default_factory=time.time, compare=False)
+    """When a request planned to read or write it, in seconds since 1970."""
 
     @classmethod
     def wrapped(

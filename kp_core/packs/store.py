@@ -404,11 +404,11 @@ class PackStore(Packs):
         return pack.kv.slice(0, shared) if pack.kv and shared else None
 
     def write_kept(self, entry: KeptEntry, kv: KVTensors) -> bool:
-        """Store `kv` for `entry`; `False` if `keep_bytes` has no room, or if one of its packs is not stored."""
+        """Store `kv` for `entry`; `False` if `keep_bytes` has no room, or if a pack or namespace of it is gone."""
         pack = KnowledgePack(entry.text, entry.home, entry.token_ids, (), entry.model, kv).compressed("lossless")
         handle, file = self.handle(pack.text, pack.namespace), encode_pack(self.sealed(pack))
         keep = self.keep_bytes
-        if file.nbytes > keep or not self._are_stored(entry.packs):
+        if file.nbytes > keep or not self._may_keep(entry):
             return False
         listed = self._kept()
         listed.pop((handle, ""), None)
@@ -422,14 +422,16 @@ class PackStore(Packs):
             logger.info("Deleted %d kept entries of %s for newer ones (keep_bytes=%d).", *(dropped, self.blobs, keep))
         self.blobs.write(_kept_key(handle), file.chunks())
         self._uses.note(_kept_name((handle, "")))
-        if not self._are_stored(entry.packs):  # A pack was removed meanwhile; delete what was computed behind it.
+        if not self._may_keep(entry):  # A pack was removed or a namespace forgotten meanwhile.
             self.blobs.delete(_kept_key(handle))
             return False
         return True
 
     def forget(self, namespace: str) -> int:
         """Delete all KV kept in `namespace` or behind it, but no packs; returns the number of entries."""
-        return self._drop_kept(check_namespace(namespace))
+        # First the mark: what waits to be written, in any process, sees it before it is written or right behind.
+        self.blobs.write(_forgotten_key(check_namespace(namespace)), [os.urandom(8)])
+        return self._drop_kept(namespace)
 
     def _drop_kept(self, owner: str) -> int:
         """Delete unreadable entries, and those that contain or follow the pack or a text of the namespace `owner`."""
@@ -466,8 +468,13 @@ class PackStore(Packs):
             return False
         return time.time() - max(self._uses.times().get(_kept_name(entry), 0), stat.modified) > self.keep_seconds
 
-    def _are_stored(self, packs: Collection[str]) -> bool:
-        return all(self.blobs.stat(_text_key(Handle.parse(pack))) for pack in packs)
+    def _may_keep(self, entry: KeptEntry) -> bool:
+        """Whether all packs of `entry` are stored, and none of its namespaces was forgotten since it was planned."""
+        planned = entry.planned if isinstance(self.blobs, FolderBlobs) else int(entry.planned)  # Others round.
+        marks = (self.blobs.stat(_forgotten_key(namespace)) for namespace in entry.namespaces)
+        return all(self.blobs.stat(_text_key(Handle.parse(pack))) for pack in entry.packs) and not any(
+            mark and mark.modified >= planned for mark in marks
+        )
 
     # Where an entry lies.
 
@@ -753,6 +760,10 @@ def _text_key(handle: Handle) -> str:
 
 def _kept_key(handle: Handle) -> str:
     return _entry_key(handle, root="kept")
+
+
+def _forgotten_key(namespace: str) -> str:
+    return f"kept/{namespace}/forgotten"
 
 
 def _use_name(entry: Entry) -> str:

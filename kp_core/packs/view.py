@@ -80,6 +80,8 @@ class Packs(Shared, ABC):
     """Where the packs' bytes lie; measurements on the packs are stored beside them."""
     keep_bytes: int = 0
     """Most bytes of KV that is kept for later requests; with 0, no KV is kept, and none is asked for."""
+    cancelled: object = None
+    """A token that changes when what waits to be compiled into this store is cancelled; see `Delivery.cancel`."""
 
     @cached_property
     def recogniser(self) -> Recogniser:

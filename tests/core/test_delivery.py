@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -287,8 +290,18 @@ def _holding(folder: Path, text: str) -> list[str]:
     return [file.name for file in folder.rglob("*") if file.is_file() and text.encode() in file.read_bytes()]
 
 
-@pytest.mark.parametrize("unit", ["fact", "document", "bank"])
-@pytest.mark.parametrize("gone", GONE)
+# One of each unit and one of each way in the short tier; all pairs in the slow one.
+_SHORT = {"fact": ("deleted by delivery", "expired"), "document": ("edited",), "bank": ("deleted by another store",)}
+
+
+@pytest.mark.parametrize(
+    ("gone", "unit"),
+    [
+        pytest.param(gone, unit, marks=() if gone in _SHORT[unit] else pytest.mark.slow)
+        for gone in GONE
+        for unit in _SHORT
+    ],
+)
 def test_a_fact_that_is_gone_when_its_turn_comes_is_not_compiled(tmp_path: Path, gone: str, unit: Unit) -> None:
     facts, other = (ChromaFactStore(tmp_path / "facts", HashEmbedder()) for _ in range(2))
     # Others of its bank and source have packs of their own.
@@ -308,18 +321,124 @@ def test_a_fact_that_is_gone_when_its_turn_comes_is_not_compiled(tmp_path: Path,
     assert _holding(tmp_path / "packs", "SECRET") == []
 
 
-def test_a_fact_deleted_while_its_pack_is_written_leaves_nothing(tmp_path: Path) -> None:
-    facts = MemoryFactStore(HashEmbedder())
-    facts.add([Fact("Orla keeps the SECRET lamp.", id="f")])
+BESIDE: dict[str, Callable[[Delivery, Fact], object]] = {
+    "search": lambda made, _: made.search("Who keeps the lamp?", 1),
+    "compile": lambda made, fact: made.compile([fact], progress=False),
+    "add": lambda made, fact: made.add([fact], progress=False),
+    "add over": lambda made, fact: made.add([replace(fact, title="Lamps")], overwrite=True, progress=False),
+    "update": lambda made, fact: made.update(replace(fact, title="Lamps")),
+    "edit": lambda made, fact: made.edit(fact.id, "lamp", "light"),
+    "edit by rebuilding": lambda made, fact: made.edit(fact.id, "lamp", "light", how="rebuild"),
+}
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("put", [1, 2, 3])
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_fact_deleted_while_a_pack_is_written_leaves_nothing(
+    tmp_path: Path, beside: str, put: int, moment: str
+) -> None:
+    """As by another process: the fact and the packs that are there then are deleted, before or after each write."""
+    facts, puts = MemoryFactStore(HashEmbedder()), list[int]()
+    facts.add([fact := Fact("Orla keeps the SECRET lamp.", id="f", namespace="default")])
 
     class Slow(PackStore):
         def put(self, pack: KnowledgePack) -> Handle:
-            facts.delete(["f"], namespace="default")
+            puts.append(1)
+            if is_due := len(puts) == put:
+                other = Delivery(facts, None, PackStore(tmp_path))
+            if is_due and moment == "before":
+                other.delete(["f"])
+            handle = super().put(pack)
+            if is_due and moment == "after":
+                other.delete(["f"])
+            return handle
+
+    made = Delivery(facts, tiny_engine(), Slow(tmp_path))
+    with suppress(FactError):  # Of an edit: there is no such fact any more.
+        BESIDE[beside](made, fact)
+    if len(puts) >= put:
+        # An edit leaves the pack of the old text until `gc`; the third pack is that of the new one.
+        assert _holding(tmp_path, "SECRET light" if put == 3 else "SECRET") == []
+    else:
+        assert list(facts.facts())
+
+
+def test_a_fact_that_is_not_stored_yet_is_compiled(tmp_path: Path) -> None:
+    """As an agent remembers: a text that cannot be compiled must not be stored."""
+    facts = MemoryFactStore(HashEmbedder())
+    made, fact = Delivery(facts, tiny_engine(), PackStore(tmp_path)), Fact("Orla keeps the lamp.", namespace="default")
+    assert made.compile([fact], progress=False) == [None]
+    [handle] = made.compile([fact], stored=False, progress=False)
+    facts.add([fact])
+    assert made.deliver([Hit(fact, 1.0)])[0].handle == handle
+    assert made.orphans() == []
+
+
+CANCELS: dict[str, Callable[[Delivery], object]] = {
+    "sync": lambda made: made.sync(lambda _: []),
+    "sync of another object": lambda made: Delivery(None, None, made.store).sync(lambda _: []),
+    "cancel": lambda made: made.cancel(),
+}
+
+
+@pytest.mark.parametrize("cancels", [*CANCELS, "nothing"])
+def test_what_waits_for_texts_of_another_store_is_cancelled_when_that_is_synchronised(
+    tmp_path: Path, cancels: str
+) -> None:
+    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    made = Delivery(None, engine, PackStore(tmp_path), precompile="idle", namespace="default")
+    hits, go = [Hit(Fact("Orla keeps the SECRET lamp.", namespace="default"), 1.0)], threading.Event()
+    engine.when_idle(lambda: go.wait(60) and None)
+    made.deliver(hits)
+    CANCELS.get(cancels, lambda _: None)(made)
+    go.set()
+    engine.when_idle(lambda: None).result(60)
+    assert bool(_holding(tmp_path, "SECRET")) == (cancels == "nothing")
+    made.deliver(hits)  # It is still found: it waits again.
+    engine.when_idle(lambda: None).result(60)
+    engine.close()
+    assert _holding(tmp_path, "SECRET")
+
+
+def test_a_text_of_another_store_that_is_gone_while_its_pack_is_written_leaves_nothing(tmp_path: Path) -> None:
+    class Slow(PackStore):
+        def put(self, pack: KnowledgePack) -> Handle:
+            made.sync(lambda _: [])
             return super().put(pack)
 
-    [found] = Delivery(facts, tiny_engine(), Slow(tmp_path)).search("Who keeps the lamp?", 1)
+    made = Delivery(None, tiny_engine(), Slow(tmp_path), namespace="default")
+    [found] = made.deliver([Hit(Fact("Orla keeps the SECRET lamp.", namespace="default"), 1.0)])
     assert found.handle is None
     assert _holding(tmp_path, "SECRET") == []
+
+
+_DELETES = """
+import sys
+from kp_core import ChromaFactStore, PackStore
+from kp_core.delivery import Delivery
+from kp_core.testing import HashEmbedder
+
+made = Delivery(ChromaFactStore(f"{sys.argv[1]}/facts", HashEmbedder()), None, PackStore(f"{sys.argv[1]}/packs"))
+assert made.delete(where={"kp:source": "a.md"})
+"""
+
+
+@pytest.mark.slow
+def test_what_another_process_deletes_meanwhile_is_not_written(tmp_path: Path) -> None:
+    with ChromaFactStore(tmp_path / "facts", HashEmbedder()) as written:
+        written.add([Fact(f"Orla keeps the SECRET lamp number {number}.", source="a.md") for number in range(4)])
+    facts = ChromaFactStore(tmp_path / "facts", HashEmbedder(), read_only=True)  # One process may write.
+    engine, go = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer()), threading.Event()
+    made = Delivery(facts, engine, PackStore(tmp_path / "packs"), precompile="idle")
+    engine.when_idle(lambda: go.wait(120) and None)
+    assert [found.handle for found in made.search("Who keeps the lamp?", 4)] == [None] * 4
+    subprocess.run([sys.executable, "-c", _DELETES, str(tmp_path)], check=True, timeout=120)  # noqa: S603 - our own
+    go.set()
+    engine.when_idle(lambda: None).result(60)
+    engine.close()
+    assert list(made.store) == []
+    assert _holding(tmp_path / "packs", "SECRET") == []
 
 
 def test_a_fact_that_waits_and_stays_is_compiled(tmp_path: Path) -> None:

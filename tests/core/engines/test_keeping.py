@@ -1,5 +1,7 @@
 """What was computed behind other packs is kept, read again after a restart, and read by nobody else."""
 
+import threading
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from kp_core.packs.pack import common_length
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import Packs
 from kp_core.testing import tiny_model, tiny_tokenizer
+from tests.core.packs.made import FINGERPRINT, Watched, make_pack
 
 TEXTS = [
     "The lamp of Veyl burns kelp oil, and its keeper counts ships.",
@@ -200,6 +203,59 @@ def test_words_of_a_conversation_stay_in_its_namespace(stored):
         assert (computed_of_packs(ask(fresh_engine(), store, message, *namespaces, **options)) <= 0) == is_read
     assert store.forget("mine") == 1
     assert list(store.kept()) == []
+
+
+GONE = {
+    "the conversation": lambda store, _: store.forget("mine"),
+    "the namespace of the pack": lambda store, _: store.forget("veyl"),
+    "the conversation, elsewhere": lambda store, _: PackStore(store.path).forget("mine"),
+    "the pack": lambda store, pack: store.remove(pack),
+    "the pack, put again and forgotten": lambda store, pack: (
+        (again := store.get(pack)) and store.remove(pack),
+        store.put(again),
+        store.forget("mine"),
+    ),
+    "nothing": lambda store, _: store.forget("another"),
+}
+
+
+@pytest.mark.parametrize("gone", GONE)
+def test_kv_that_waits_to_be_kept_is_not_written_once_its_namespace_is_forgotten(stored, gone):
+    engine, store, _ = stored
+    pack = store.put(engine.build_pack(" ".join(TEXTS[:2]), namespace="veyl"))
+    message, go_on = f"My secret is 17. {pack}{QUESTION}", threading.Event()
+    options = {"keep": "used_twice", "keep_in": "mine"}
+    ask(engine, store, message, "veyl", "mine", **options)
+    engine.when_idle(lambda: go_on.wait(60) and None)
+    ask(engine, store, message, "veyl", "mine", **options)  # It is met again, and waits to be kept.
+    GONE[gone](store, pack)
+    go_on.set()
+    engine.when_idle(lambda: None).result(60)
+    assert len(list(store.kept())) == (gone == "nothing")
+    if gone == "the conversation":  # A later request is not affected.
+        ask(engine, store, message, "veyl", "mine", keep="always", keep_in="mine")
+        assert len(list(store.kept())) == 1
+
+
+def test_a_namespace_that_is_forgotten_while_an_entry_is_written_keeps_nothing(tmp_path):
+    for step in range(10):
+        blobs, other = Watched(tmp_path / str(step)), PackStore(tmp_path / str(step))
+        store = PackStore(blobs)
+        entry = KeptEntry(FINGERPRINT, 1, "", tuple(range(10)), (str(store.put(make_pack("one"))),), "mine")
+        begun = len(blobs.done)
+
+        def before(number, at=begun + step, other=other):
+            if number == at:
+                other.forget("mine")
+
+        blobs.before = before
+        is_kept = store.write_kept(entry, make_pack("one", tokens=10).kv)
+        if len(blobs.done) > begun + step:
+            assert (is_kept, list(store.kept())) == (False, []), f"forgotten before operation {step}"
+        elif is_kept:
+            break
+    assert is_kept
+    assert step > 4
 
 
 def test_what_stands_behind_a_pack_is_deleted_with_it(stored):

@@ -1,5 +1,7 @@
 """Texts that were sent in full, and packs that were recognised in them."""
 
+import threading
+
 import pytest
 import torch
 
@@ -94,3 +96,19 @@ def test_at_the_second_time_behind_another_prefix_a_pack_is_compiled_for_it(veyl
     assert torch.allclose(oracle.logits, third.logits, atol=1e-4)
     engine.clear_cache()
     assert torch.equal(third.logits, engine.prefill(message, view=view, reuse=False).logits)
+
+
+@pytest.mark.parametrize("gone", ["the pack", "the pack, elsewhere", "nothing"])
+def test_a_pack_removed_while_it_waits_to_be_compiled_for_a_prefix_stays_removed(veyl, gone):
+    engine, store, handle = veyl
+    view, message, go_on = store.view("veyl"), f"Read this first. {TEXT}{ASK}", threading.Event()
+    engine.prefill(message, view=view)
+    engine.when_idle(lambda: go_on.wait(60) and None)
+    engine.prefill(message + " Now.", view=view)
+    if gone != "nothing":
+        (store if gone == "the pack" else PackStore(store.path)).remove(handle)
+    go_on.set()
+    engine.when_idle(lambda: None).result(60)
+    assert len(list(store.entries(handle))) == (2 if gone == "nothing" else 0)
+    if gone != "nothing":
+        assert [file for file in store.path.rglob("*") if file.is_file() and handle.id in file.name] == []
