@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,19 @@ async def test_over_stdio_what_was_remembered_is_found_again(tmp_path: Path) -> 
     store = PackStore(tmp_path / "memory" / "packs")
     assert {str(handle) for handle in store} == handles
     assert store.get(Handle.parse(said(found))).text == "Ana keeps bees in the garden."
+
+
+async def test_whether_a_memory_is_empty_is_asked_without_listing_it(tmp_path: Path) -> None:
+    class Unlisted(MemoryFactStore):
+        def facts(self, **wanted: object) -> Iterator[Fact]:
+            assert wanted.get("ids") is not None or wanted.get("where"), "all records were listed"
+            return super().facts(**wanted)  # type: ignore[arg-type]
+
+    server, _ = served(tmp_path, store := Unlisted(HashEmbedder()))
+    async with Client(server) as client:  # type: ignore[arg-type]
+        assert said(await client.call_tool("search", {"question": "Bees?"})) == "Nothing was found."
+        store.add([Fact("Ana keeps bees.", namespace="default")])
+        assert find_handles(said(await client.call_tool("search", {"question": "Bees?"})))
 
 
 async def test_the_served_model_reads_what_the_handle_stands_for(tmp_path: Path) -> None:
