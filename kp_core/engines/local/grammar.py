@@ -205,8 +205,10 @@ class Constraint:
             is_roomy = not self._way or (left > len(self._way) + _MARGIN and self._seconds > 0)
             if (way is None and is_roomy and not (is_lost and self._way)) or (way is not None and len(way) < left):
                 self._way = way
-            elif self._way is not None:
+            elif self._way:
                 self._closing = True
+            else:  # Ending here would pass for a whole answer, but the model has begun a call.
+                self._way = None
         if self._closing:
             token, *self._way = self._way or [self._end]
         # Quotes open no JSON string in free text, where the answer may end anywhere, nor in thoughts.
