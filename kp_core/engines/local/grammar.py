@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,24 +98,26 @@ class Grammars:
         return str(self._llm.decode_str(list(tokens)))
 
     @cached_property
-    def preferred(self) -> tuple[list[int], list[int]]:
+    def preferred(self) -> tuple[Tensor, Tensor]:
         """All tokens in the order in which they lead to an end, best first: inside a JSON string, and outside."""
         texts = [self.text([token]) for token in range(min(len(self._tokenizer), self._vocabulary))]
         inside, outside = (
-            sorted(range(len(texts)), key=lambda token: -rank(texts[token])) for rank in (_rank_inside, _rank_outside)
+            torch.tensor(sorted(range(len(texts)), key=lambda token: -rank(texts[token])))
+            for rank in (_rank_inside, _rank_outside)
         )
         return inside, outside
 
     @cached_property
     def signs(self) -> dict[str, int]:
         """The tokens of single characters."""
-        texts = ((self.text([token]), token) for token in self.preferred[0])
+        texts = ((self.text([token]), token) for token in self.preferred[0].tolist())
         return {text: token for text, token in texts if len(text) == 1}
 
     @cached_property
-    def letters(self) -> list[int]:
+    def letters(self) -> Tensor:
         """The tokens that neither end a JSON string nor begin an escape, in the order of `preferred`."""
-        return [token for token in self.preferred[0] if not set(self.text([token])) & {'"', "\\"}]
+        ranked: list[int] = self.preferred[0].tolist()
+        return torch.tensor([token for token in ranked if not set(self.text([token])) & {'"', "\\"}])
 
     def _of(self, signs: str) -> tuple[int, ...]:
         return tuple(self.signs[sign] for sign in signs if sign in self.signs)
@@ -187,8 +188,7 @@ class Constraint:
                 f"Got an answer that its grammar cannot follow any further ({reason.splitlines()[0]}). Simplify the "
                 "schema of the tools or of the answer: fewer choices in one place, shorter patterns."
             )
-        bits = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
-        allowed = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).bool().flatten()[: scores.shape[-1]]
+        allowed = _bits(mask)[: scores.shape[-1]]
         return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
 
     def accept(self, token: int, left: int) -> int:
@@ -244,11 +244,13 @@ class Constraint:
             self._seconds -= time.thread_time() - began
 
     def _shortened(self, matcher: LLMatcher, scan: JsonScan, said: str, far: int, room: int) -> list[int] | None:
-        forks: list[list[int]] | None = None if self._way is None else []
-        best = self._straight(matcher, scan, said, far, forks)
-        if best is None and self._way != []:  # It will be searched for again after the next token.
-            return None
-        for begun in forks or () if best is None or len(best) > room else ():
+        best = self._straight(matcher, scan, said, far, None)
+        # With a known ending, or none found so far, it will be searched for again after the next token.
+        if self._way is None or (len(best) <= room if best is not None else self._way):
+            return best
+        forks = list[list[int]]()  # Listing them takes as long as the search itself.
+        self._straight(matcher, scan, said, far, forks)
+        for begun in forks:
             lookahead, text = matcher.deep_copy(), self._grammars.text(begun)
             if lookahead.try_consume_tokens(begun) == len(begun):
                 behind = JsonScan() if _is_thinking(said) else scan.feed(text)
@@ -273,13 +275,14 @@ class Constraint:
                 return None
             if not step:
                 mask, ranked = lookahead.compute_bitmask(), self._grammars.preferred[0 if scan.inside else 1]
-                allowed = (token for token in ranked if _allows(mask, token))
-                chosen = next(allowed, self._end)
-                is_number = not scan.inside and chosen in self._grammars.digits
+                digits = self._grammars.digits
+                most = 1 if forks is None else 1 + len(digits) + _FORKS_HERE
+                chosen, *others = _first_allowed(mask, ranked, most) or [self._end]
+                is_number = not scan.inside and chosen in digits
                 is_string = scan.inside and not scan.escaped and not _closes(self._grammars.text([chosen]))
                 if forks is not None and len(forks) < _FORKS:
-                    others = (token for token in allowed if token not in self._grammars.digits)
-                    forks += [[*ending, other] for other in islice(others, _FORKS_HERE)]
+                    others = [token for token in others if token not in digits]
+                    forks += [[*ending, other] for other in others[:_FORKS_HERE]]
                 found: list[int] | None = [chosen]
                 if is_number:
                     found = self._number(lookahead)
@@ -346,8 +349,7 @@ class Constraint:
             for state, mask, path in level:
                 tokens = [token for token in alphabet if _allows(mask, token)]
                 if not tokens and not is_number:
-                    letters = (token for token in self._grammars.letters if _allows(mask, token))
-                    tokens = list(islice(letters, _LETTERS))
+                    tokens = _first_allowed(mask, self._grammars.letters, _LETTERS)
                 for token in tokens:
                     tried += 1
                     after = state.deep_copy()
@@ -370,8 +372,7 @@ class Constraint:
             step = lookahead.compute_ff_tokens()
             if not step:
                 mask = lookahead.compute_bitmask()
-                choices = [token for token in ranked[:_FEW] if _allows(mask, token)]
-                choices = choices or list(islice((token for token in ranked if _allows(mask, token)), 1))
+                choices = _first_allowed(mask, ranked[:_FEW], _FEW) or _first_allowed(mask, ranked, 1)
                 if not choices or (not scan.escaped and _closes(self._grammars.text(choices[:1]))):
                     return path
                 step = [min(choices, key=lambda token: uses[token])]
@@ -381,6 +382,17 @@ class Constraint:
             path += step
             scan = scan.feed(self._grammars.text(step))
         return None if scan.inside else path
+
+
+def _bits(mask: bytes) -> Tensor:
+    """Whether each token is allowed."""
+    packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
+    return ((packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).bool().flatten()
+
+
+def _first_allowed(mask: bytes, ranked: Tensor, most: int) -> list[int]:
+    tokens: list[int] = ranked[_bits(mask)[ranked]][:most].tolist()
+    return tokens
 
 
 def _allows(mask: bytes, token: int) -> int:
