@@ -4,9 +4,11 @@ import itertools
 import json
 import random
 import re
+from decimal import Decimal
 from functools import cache
 
 import pytest
+import torch
 
 from benchmarks.grammar import valid_answer
 from kp_core import Tool
@@ -70,24 +72,52 @@ def test_sampled_numbers_with_bounds_end_and_validate(name, thin):
         assert name != "share" or value < 1
 
 
+def fits(value, part):
+    """Whether the decimal `value` satisfies the number schema `part`, whose numbers are decimals or whole."""
+    return (
+        (part["type"] == "number" or value == value.to_integral_value())
+        and part.get("minimum", value) <= value <= part.get("maximum", value)
+        and ("exclusiveMinimum" not in part or value > part["exclusiveMinimum"])
+        and ("exclusiveMaximum" not in part or value < part["exclusiveMaximum"])
+        and ("multipleOf" not in part or value % part["multipleOf"] == 0)
+    )
+
+
+LOWS = [{}, *({key: low} for key in ("minimum", "exclusiveMinimum") for low in (-90, -0.25, 0, 1e-4, 1, 150))]
+HIGHS = [{}, *({key: high} for key in ("maximum", "exclusiveMaximum") for high in (-1, 0, 5e-3, 0.75, 1, 180))]
+STEPS = [{}, *({"multipleOf": step} for step in (1, 7, 60, 256, 3600, 0.5, 0.1, 0.01))]
+CROSS = 500
+KINDS = [
+    {"type": kind, **low, **high, **step}
+    for kind, low, high, step in itertools.product(("number", "integer"), LOWS, HIGHS, STEPS)
+]
+WRAPPED = [
+    holding,
+    lambda part: holding({"anyOf": [part, {"enum": ["none"]}]}),
+    lambda part: {"type": "object", "properties": {"a": part, "b": part}, "required": ["b"]},
+    lambda part: holding({"type": "array", "items": part, "minItems": 1, "maxItems": 2}),
+]
+
+
 @pytest.mark.slow
-def test_every_kind_of_bounds_ends_and_validates(thin):
-    rng = random.Random(5)
-    lows = [{}, *({k: v} for k in ("minimum", "exclusiveMinimum") for v in (-90, -0.25, 0, 1e-4, 1, 150, 10**6))]
-    highs = [{}, *({k: v} for k in ("maximum", "exclusiveMaximum") for v in (-1, 0, 5e-3, 0.75, 1, 180, 10**4))]
-    steps = [{}, *({"multipleOf": step} for step in (1, 2, 5, 7, 12, 60, 97, 100, 256, 3600, 0.5, 0.25, 0.1, 0.01))]
-    kinds = [*itertools.product(("number", "integer"), lows, highs, steps)]
-    answered, refused = 0, []
-    for at, (kind, low, high, step) in enumerate(rng.sample(kinds, 120)):
-        part = {"type": kind, **low, **high, **step}
-        part = (part, {"type": "array", "items": part, "minItems": 1}, {"anyOf": [part, {"enum": ["none"]}]})[at % 3]
+def test_every_combination_of_bounds_ends_and_validates_or_holds_nothing(thin):
+    """Every step of all combinations, in turn as number, member of a union, optional and list, as call and as answer.
+
+    None of the whole numbers from -400 to 4000, and of those from -2 to 2 in steps of 0.0025, may satisfy a refused one.
+    """
+    candidates = [*(Decimal(at) / 400 for at in range(-800, 801)), *map(Decimal, range(-400, 4001))]
+    refused = []
+    for at, part in enumerate(random.Random(5).sample(KINDS, CROSS)):
         try:
-            valid_answer(thin, holding(part), forced_call=at % 2 == 0, room=100)
-            answered += 1
-        except ToolError as error:  # Nothing lies between these bounds.
-            refused.append(str(error))
-    assert answered > 40
-    assert all("Unsatisfiable" in reason and " at #" in reason for reason in refused)
+            valid_answer(thin, WRAPPED[at % 4](part), forced_call=at % 8 < 4, room=120)
+        except ToolError as error:
+            refused.append((part, str(error)))
+    for part, reason in refused:
+        assert "Unsatisfiable" in reason
+        assert " at #" in reason
+        exact = json.loads(json.dumps(part), parse_float=Decimal)
+        assert not any(fits(value, exact) for value in candidates), part
+    assert CROSS // 10 < len(refused) < CROSS // 2
 
 
 @cache
@@ -108,6 +138,7 @@ def written(tools, text, room=200):
 PAY = {"name": "pay", "parameters": holding(number(exclusiveMinimum=0))}
 WAIT = {"name": "wait", "parameters": holding(number("integer", multipleOf=99991, minimum=1))}
 NEVER = {"name": "never", "parameters": holding({"type": "array", "minItems": 3000})}
+MANY = {"name": "many", "parameters": holding({"type": "array", "minItems": 30, "items": {"type": "integer"}})}
 CLOCK = {"name": "clock"}
 
 
@@ -125,6 +156,32 @@ CLOCK = {"name": "clock"}
 def test_a_free_call_is_written_whatever_else_is_on_offer(tools, call):
     said = f"<tool_call>\n{call}\n</tool_call>"
     assert written(tools, said) == said
+
+
+@pytest.mark.parametrize("room", [20, 60, 100])
+@pytest.mark.parametrize("choices", [[MANY], [MANY, MANY | {"name": "more"}], [NEVER]])
+def test_a_free_call_without_room_is_cut_off_and_not_ended(choices, room):
+    said = f'<tool_call>\n{{"name": "{choices[0]["name"]}", "arguments": {{"a": [' + ", ".join(["1"] * 30)
+    answer = written(choices, said, room)
+    assert said.startswith(answer)
+    assert len(answer) > len('<tool_call>\n{"name"')
+
+
+def test_a_free_call_without_room_has_the_finish_reason_length(monkeypatch):
+    """The tiny model is random, so the scores for a call stand in for its own; the rest of the engine is real."""
+    engine, room = tiny_engine(), 60
+    said = '<tool_call>\n{"name": "many", "arguments": {"a": [' + ", ".join(["1"] * 30)
+    ids, made = tiny_tokenizer().encode(said, add_special_tokens=False), engine.engine.model.sampler
+
+    def sampler(*parts):
+        choose = made(*parts)
+        return lambda scores, left: choose(
+            torch.zeros_like(scores).index_fill(-1, torch.tensor(ids[room - left]), 9), left
+        )
+
+    monkeypatch.setattr(engine.engine.model, "sampler", sampler, raising=False)
+    answer = engine.generate("Go.", tools=[MANY], max_tokens=room)
+    assert (answer.finish_reason, len(answer.token_ids), answer.tool_calls) == ("length", room, ())
 
 
 def test_without_a_known_ending_an_answer_is_held_to_its_grammar(monkeypatch):
@@ -201,6 +258,7 @@ WRONG = {"not": {"type": "string"}}
         (holding({"anyOf": [LEAF, WRONG]}), "#/properties/a/anyOf/1"),
         ({**holding({"$ref": "#/$defs/x"}), "$defs": {"x": {"type": "object", "properties": {"b/c": WRONG}}}}, "/b~1c"),
         (holding(number(minimum=3, maximum=2)), "#/properties/a"),
+        (holding({"$ref": "#/$defs/x", "$defs": {"x": LEAF}}), "#/properties/a"),  # `#` is the whole schema.
     ],
 )
 def test_a_schema_that_is_refused_is_named_with_its_place(schema, place):
