@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kp_core import KVTensors, bundled_model, load_engine
 from kp_core.engines.hf import model as hf_model
+from kp_core.engines.hf.loading import best_dtype
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 
 DEMO = Path(__file__).parents[1] / "cookbooks" / "demo"
@@ -178,8 +179,27 @@ def call_tokens(chat_engine):
 
 @pytest.fixture(scope="session")
 def smol_bf16():
-    """The bundled model in bfloat16."""
+    """The bundled model in bfloat16; minutes for a few questions where the processor has to emulate it."""
     return _smol(torch.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def smol_here():
+    """The bundled model in the dtype that it is loaded in on this machine by default."""
+    return _smol(best_dtype(torch.device("cpu")))
+
+
+def bundled_dtypes(later):
+    """Parameters of a test of the bundled model: this machine's default dtype, and in the tier `later` the other."""
+    here = best_dtype(torch.device("cpu"))
+    both = (torch.float32, torch.bfloat16)
+    return [pytest.param(dtype, marks=() if dtype == here else later, id=str(dtype)[6:]) for dtype in both]
+
+
+@pytest.fixture
+def smol_of(request):
+    """The bundled model in the dtype of the test's parameter, which `bundled_dtypes` gives."""
+    return _smol(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from llama_index.core.llms import MockLLM
 
 from kp_core.testing import CHATML
 from kp_llamaindex import KnowledgePackLLM
-from tests.conftest import tiny_engine
+from tests.conftest import bundled_dtypes, tiny_engine
 from tests.llamaindex.suite import CHECKS, Subject, run_suite
 from tests.llamaindex.suite.__main__ import main
 
@@ -23,11 +23,10 @@ async def test_ours(check):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
+@pytest.mark.parametrize("smol_of", bundled_dtypes(pytest.mark.nightly), indirect=True)
 @pytest.mark.parametrize("check", CHECKS, ids=str)
-async def test_the_bundled_model(check, dtype, request):
-    engine = request.getfixturevalue("smol" if dtype == "float32" else "smol_bf16")
-    await check(subject(engine, max_tokens=40))
+async def test_the_bundled_model(check, smol_of):
+    await check(subject(smol_of, max_tokens=40))
 
 
 async def test_a_template_with_a_system_message_of_its_own():

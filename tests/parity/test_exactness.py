@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kp_core import PackStore, bundled_model
+from tests.conftest import bundled_dtypes
 
 TOKENS = 8
 SETS = {
@@ -30,9 +31,9 @@ def conversations(engine, store, rows):
         yield f"{handle}\n\nAnswer in a few words. {row['question']}", text
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-def test_pack_equals_text_on_this_engine(request, rows, tmp_path, dtype):
-    engine, store = request.getfixturevalue("smol" if dtype == "float32" else "smol_bf16"), PackStore(tmp_path)
+@pytest.mark.parametrize("smol_of", bundled_dtypes(pytest.mark.slow), indirect=True)
+def test_pack_equals_text_on_this_engine(smol_of, rows, tmp_path):
+    engine, store = smol_of, PackStore(tmp_path)
     view = store.view("parity")
     for question, _ in conversations(engine, store, rows):
         engine.clear_cache()
@@ -64,8 +65,8 @@ def test_pack_equals_plain_text_and_plain_generate(smol, rows, tmp_path):
         assert answer.token_ids == tuple(expected.tolist())
 
 
-def test_a_batch_of_packs_equals_packs_alone(smol_bf16, rows):
+def test_a_batch_of_packs_equals_packs_alone(smol_here, rows):
     texts = list(dict.fromkeys(fact["text"] for row in rows for fact in row["gold_facts"]))[:40]
-    together = list(smol_bf16.build_packs(texts, progress=False))
+    together = list(smol_here.build_packs(texts, progress=False))
     for text, pack in list(zip(texts, together, strict=True))[::7]:
-        assert pack.kv.equal(smol_bf16.build_pack(text).kv)
+        assert pack.kv.equal(smol_here.build_pack(text).kv)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kp_core import PackStore
+from tests.conftest import bundled_dtypes
 
 FACTS = [
     "Orla Venn keeps the lighthouse of Brask.",
@@ -15,9 +16,9 @@ QUESTION = "Who keeps the lighthouse of Brask?"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
-def test_warm_is_cold_in_every_order(request, tmp_path, dtype):
-    engine, store = request.getfixturevalue("smol" if dtype == "float32" else "smol_bf16"), PackStore(tmp_path)
+@pytest.mark.parametrize("smol_of", bundled_dtypes(pytest.mark.nightly), indirect=True)
+def test_warm_is_cold_in_every_order(smol_of, tmp_path):
+    engine, store = smol_of, PackStore(tmp_path)
     handles = [str(store.put(pack)) for pack in engine.build_packs(FACTS, namespace="brask", progress=False)]
     view = store.view("brask")
     engine.clear_cache()

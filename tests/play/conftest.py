@@ -21,9 +21,9 @@ def embedder():
 
 
 @pytest.fixture(scope="session")
-def played(smol_bf16, embedder, tmp_path_factory) -> World:
+def played(smol_here, embedder, tmp_path_factory) -> World:
     """The playground as `kp play` opens it."""
-    world = World(smol_bf16, embedder, tmp_path_factory.mktemp("play"))
+    world = World(smol_here, embedder, tmp_path_factory.mktemp("play"))
     for _ in world.add(SAMPLE):
         pass
     return world

@@ -31,12 +31,12 @@ def five(engine, folder):
 
 
 @pytest.fixture
-def towns(smol_bf16, tmp_path):
+def towns(smol_here, tmp_path):
     """On the bundled model, which finds the town that a question is about."""
-    return five(smol_bf16, tmp_path)
+    return five(smol_here, tmp_path)
 
 
-@pytest.fixture(params=["thin", pytest.param("smol_bf16", marks=pytest.mark.nightly)])
+@pytest.fixture(params=["thin", pytest.param("smol_here", marks=pytest.mark.nightly)])
 def anywhere(request, tmp_path):
     """Where it does not matter which town is found."""
     return five(request.getfixturevalue(request.param), tmp_path)
@@ -142,8 +142,8 @@ def test_damaged_heads_are_measured_again(anywhere):
     engine._last_planner = None
 
 
-def test_the_heads_that_come_with_the_package_are_the_measured_ones(smol_bf16):
-    selector = smol_bf16._planner._selector
+def test_the_heads_that_come_with_the_package_are_the_measured_ones(smol_here):
+    selector = smol_here._planner._selector
     assert set(zip(*selector._heads(None), strict=True)) == set(zip(*selector._measured_heads(), strict=True))
 
 
@@ -184,13 +184,13 @@ def test_packs_are_read_for_the_question_that_belongs_to_them():
     assert query_of(turns, 3) == 'What is new?\n{"query": "news of May"}'
 
 
-def test_a_second_pack_is_looked_for_by_what_the_first_one_says(smol_bf16, tmp_path):
+def test_a_second_pack_is_looked_for_by_what_the_first_one_says(smol_here, tmp_path):
     people = ("Kitty Eastlake", "Ansel Farrow", "Dora Dunmore", "Hugo Crake")
     homes = [f"It is a quiet street. {who} lives in {town}." for who, town in zip(people, TOWNS, strict=False)]
     store = PackStore(tmp_path)
-    handles = [str(store.put(pack)) for pack in smol_bf16.build_packs(homes[:2] + TEXTS, progress=False)]
+    handles = [str(store.put(pack)) for pack in smol_here.build_packs(homes[:2] + TEXTS, progress=False)]
     asked = "\n\n".join([*handles, "Who is the lighthouse keeper of the town where Ansel Farrow lives?"])
-    answer = smol_bf16.generate(asked, composer="select", view=store.view("default"), max_tokens=12)
+    answer = smol_here.generate(asked, composer="select", view=store.view("default"), max_tokens=12)
     assert [str(handle) for handle in answer.packs] == [handles[1], handles[3]]  # The chain ends beside the question.
 
 

@@ -17,7 +17,7 @@ from kp_core.errors import (
     UnsupportedModelError,
 )
 from kp_core.testing import tiny_model, tiny_tokenizer
-from tests.conftest import tiny_engine, until
+from tests.conftest import bundled_dtypes, tiny_engine, until
 
 FACT = "The lighthouse of Veyl burns blue oil. Its keeper is Orla Venn."
 ASK = "\n\nWho keeps the lighthouse of Veyl? Answer with the name."
@@ -246,14 +246,13 @@ def test_batches_change_no_bit(dtype, monkeypatch):
         assert pack.kv.equal(alone.kv)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
-def test_batches_of_the_real_model_change_no_bit(request, dtype):
-    engine = request.getfixturevalue("smol" if dtype == "float32" else "smol_bf16")
+@pytest.mark.parametrize("smol_of", bundled_dtypes(pytest.mark.nightly), indirect=True)
+def test_batches_of_the_real_model_change_no_bit(smol_of):
     texts = [f"Bell number {n} weighs {n + 3} stones and rings." for n in range(10, 34)]
-    together = list(engine.build_packs(texts, progress=False))
+    together = list(smol_of.build_packs(texts, progress=False))
     assert len({len(pack.token_ids) for pack in together}) == 1, "one length, so that batches form"
     for text, pack in list(zip(texts, together, strict=True))[8::5]:
-        assert pack.kv.equal(engine.build_pack(text).kv)
+        assert pack.kv.equal(smol_of.build_pack(text).kv)
 
 
 def test_lazy_packs_are_computed_on_first_use(engine, store):

@@ -58,7 +58,7 @@ def test_they_are_those_of_a_plain_forward_pass_of_the_bundled_model(smol):
     "dtype", [torch.float32, torch.bfloat16, pytest.param("bundled", marks=pytest.mark.slow)], ids=str
 )
 def test_a_pack_a_batch_and_a_second_call_give_the_bits_of_text(dtype, request, tmp_path):
-    chat_engine = request.getfixturevalue("smol_bf16") if dtype == "bundled" else tiny_engine("llama", dtype)
+    chat_engine = request.getfixturevalue("smol_here") if dtype == "bundled" else tiny_engine("llama", dtype)
     store = PackStore(tmp_path)
     handle = store.put(chat_engine.build_pack(FACT))
     with_handle = [{"role": "user", "content": f"{handle}\n\nHow many sails?"}]
