@@ -6,12 +6,13 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Collection, Coroutine, Iterator, MutableMapping
+from collections.abc import Collection, Coroutine, MutableMapping
 from typing import Any
 
 from kp_core.errors import FactError, FactStoreLockedError, KnowledgePackError
 from kp_core.packs.handle import handles_like
 from kp_core.packs.view import PackRef, PackView, why_unresolved
+from kp_core.prompt.conversation import text_of
 from kp_serve.access import Access
 from kp_serve.answers import Answer
 from kp_serve.asked import FIRST_PACK
@@ -171,10 +172,8 @@ class PackMiddleware:
         for message in messages:
             role, content = str(message.get("role")), message.get("content")
             role = _ROLES.get(role, role)
-            if isinstance(content, str):
-                content = resolve(content, role)
-            elif isinstance(content, list):
-                content = "".join(resolve(item, role) for item in _texts(content))
+            if content is not None:
+                content = resolve(text_of({"role": role, "content": content}), role)
             resolved.append({**message, "content": content} if "content" in message else message)
         return resolved, delivered, left
 
@@ -215,14 +214,6 @@ def _refusal(error: Exception) -> HTTPError:
         return HTTPError(400, "The body is nested too deep.")
     logger.error("A request failed.", exc_info=error)
     return HTTPError(500, "The server failed to answer this request; its log says why.")
-
-
-def _texts(content: list[Any]) -> Iterator[str]:
-    for part in content:
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str) or (isinstance(part, dict) and part.get("type", "text") != "text"):
-            raise HTTPError(400, "Got a part of a message that is no text; this model reads text alone.")
-        yield text
 
 
 def _checked(body: dict[str, Any], path: str) -> dict[str, Any]:

@@ -360,7 +360,7 @@ def _text_of_part(part: object, role: str) -> str:  # noqa: C901 - one case afte
         if isinstance(text, str) and not is_media and kind not in _UNSENT:
             return text
         if role in ("assistant", "tool") and not is_media and kind not in _UNSENT | {"text"}:
-            _log_left_out(kind)
+            _log_left_out(kind[:80])
             return ""
     raise PromptError(
         f"Got a content part of type {kind!r} in a {role} message; a text model takes parts of the form "
@@ -368,7 +368,7 @@ def _text_of_part(part: object, role: str) -> str:  # noqa: C901 - one case afte
     )
 
 
-@functools.cache
+@functools.lru_cache(100)
 def _log_left_out(kind: str) -> None:
     logger.warning("Content parts of type %r are no text, and are left out of prompts.", kind)
 

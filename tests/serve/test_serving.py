@@ -344,6 +344,69 @@ def test_what_is_not_listed_is_refused(gate, body, said):
     assert not gate.seen
 
 
+@pytest.mark.parametrize(
+    ("role", "content", "read"),
+    [
+        ("assistant", [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "Yes."}], "Yes."),
+        ("assistant", [{"type": "thinking", "thinking": "Hm."}, "Yes."], "Yes."),
+        ("assistant", [{"type": "server_tool_use", "id": "1", "name": "w", "input": {}}, "Yes."], "Yes."),
+        ("assistant", [{"type": "output_text", "text": "Yes.", "annotations": []}], "Yes."),
+        ("assistant", [{"type": "web_search_call", "id": "1"}, {"type": "output_text", "text": "Yes."}], "Yes."),
+        ("assistant", [{"type": "refusal", "refusal": "I may not."}], "I may not."),
+        ("assistant", [{"executable_code": {"code": "1"}}, {"text": "Yes."}], "Yes."),
+        ("assistant", [{"type": "non_standard", "value": {"type": "text", "text": "Yes."}}], "Yes."),
+        ("function", [{"type": "tool_result", "content": "Seen."}], "Seen."),
+        ("tool", [{"type": "tool_result", "content": [{"type": "text", "text": "Seen."}]}], "Seen."),
+        ("user", [{"type": "input_text", "text": "Ho"}, {"text": " ho"}, "."], "Ho ho."),
+        ("user", [{"type": "document", "source": {"type": "text", "data": "Ho."}}], "Ho."),
+        ("developer", [{"text": "Be brief."}, {"cachePoint": {"type": "default"}}], "Be brief."),
+        ("user", [], ""),
+        ("assistant", None, None),
+    ],
+)
+def test_content_of_other_models_is_read_as_the_engine_of_this_machine_reads_it(gate, role, content, read):
+    done, body = gate.chat(messages=[{"role": role, "content": content}, {"role": "user", "content": "Go on."}])
+    assert done.status_code == 200, body
+    assert [message["content"] for message in body["messages"]] == [read, "Go on."]
+
+
+@pytest.mark.parametrize("part", [{"type": "input_text"}, {"type": "text"}])
+def test_a_handle_in_a_part_of_any_name_becomes_text(gate, part):
+    _, body = gate.chat(messages=[{"role": "user", "content": ["See ", {**part, "text": put(gate)}]}])
+    assert body["messages"][0]["content"] == f"See {TEXT}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "image_url", "image_url": {"url": "http://x"}}],
+        [{"type": "input_audio", "input_audio": {}}, {"type": "text", "text": "What is said?"}],
+        [{"type": "tool_result", "content": [{"type": "image", "source": {}}]}],
+        [{"type": "file", "text": "a.pdf"}],
+        [{"type": "text"}],
+        [{}],
+        [None],
+        [[["a"]]],
+        {"type": "text", "text": "a"},
+        5,
+    ],
+)
+@pytest.mark.parametrize("role", ["user", "tool", "assistant"])
+def test_content_that_is_no_text_is_refused_by_its_kind(gate, role, content):
+    done, said = gate.chat(messages=[{"role": role, "content": content}])
+    assert (done.status_code, "expected" in said or "text model takes parts" in said) == (400, True), said
+    assert not gate.seen
+
+
+def test_content_that_is_nested_too_deep_is_refused(gate):
+    content = "a"
+    for _ in range(300):
+        content = [{"type": "tool_result", "content": content}]
+    done, said = gate.chat(messages=[{"role": "tool", "content": content}])
+    assert (done.status_code, "nested" in said) == (400, True)
+    assert not gate.seen
+
+
 def test_endpoints_that_are_not_listed_are_closed(gate):
     for method, path in [
         ("POST", "/v1/responses"),
