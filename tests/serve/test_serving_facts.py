@@ -11,10 +11,12 @@ from kp_core import PackStore, find_handles, load_engine, strip_handles
 from kp_core.facts import ChromaFactStore
 from kp_core.testing import HashEmbedder
 from kp_serve.answers import Answer
+from kp_serve.engine import VLLMEngine
 from kp_serve.stored import StoredKV
 from tests.attack.trouble import full_disk
-from tests.conftest import until
-from tests.serve.gate import Served, address, events_of, server
+from tests.conftest import tiny_engine, until
+from tests.core.prompt.test_template import GUARD, SYSTEM_FIRST, TWO_ROLES
+from tests.serve.gate import Served, address, events_of, listening, server
 from tests.serve.test_serving import TEXT, read, served
 
 __all__ = ["address", "server"]
@@ -313,3 +315,23 @@ def test_an_engine_has_texts_compiled_by_the_server(server, address):
     assert pack.kv.equal(local.kv)
     assert engine.compile(TEXT, "a")["handle"] == told["handle"]
     assert server.computed == 1
+
+
+@pytest.mark.parametrize("source", [SYSTEM_FIRST, TWO_ROLES])
+def test_a_message_that_the_template_would_drop_is_in_what_a_client_sends(server, source):
+    tokenizer = tiny_engine(template=source).tokenizer
+    desk = replace(server.gate.desk, identity=served(tiny_engine(template=source)))
+    desk.__dict__["tokenizer"] = tokenizer
+    server.gate.desk = desk
+    said = [*({"role": role, "content": f"The {role}."} for role in ("system", "user", "assistant"))]
+    said += [{"role": "system", "content": GUARD}, {"role": "user", "content": "And now?"}]
+    with listening(server.gate) as url:
+        session = load_engine(VLLMEngine(url, api_key=server.keys["a"], tokenizer=tokenizer))
+        for ask in (session.generate, lambda messages: session.stream(messages).result()):
+            ask(said)
+            path, body = server.seen[-1]
+            text = tokenizer.decode(body["prompt"])
+            assert path == "/v1/completions"
+            for part in ("The system.", "The user.", "The assistant.", GUARD, "And now?"):
+                assert text.count(part) == 1, text
+        assert session.explain(said).rows[-1].stop == len(body["prompt"])

@@ -21,6 +21,7 @@ from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.template import ChatTemplate
 from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine, until
+from tests.core.prompt.test_template import GUARD, SYSTEM_FIRST, TWO_ROLES
 
 
 class Parrot:
@@ -381,3 +382,30 @@ def test_time_before_a_stream_is_read_is_not_of_the_model():
     assert 0 < usage.ttft_s < 0.5
     pace = sum(row.seconds for row in engine.explain("Another long text. " * 30).rows)
     assert pace < 0.5
+
+
+@pytest.mark.parametrize("placement", ["in_place", "system"])
+@pytest.mark.parametrize("source", [SYSTEM_FIRST, TWO_ROLES])
+def test_a_message_that_the_template_would_drop_is_answered_from(source, placement, tmp_path):
+    """However it is asked: a guard's system message behind the first one, and a pack in it."""
+    engine, store = tiny_engine(template=source), PackStore(tmp_path)
+    guard = f"{GUARD} {store.put(engine.build_pack('The Grebe is closed.'))}"
+    said = [
+        *({"role": role, "content": f"The {role}."} for role in ("system", "user", "assistant")),
+        {"role": "system", "content": guard},
+        {"role": "user", "content": "And now?"},
+    ]
+    options = {"view": store.view("default"), "placement": placement, "max_tokens": 2}
+    stream = engine.stream(said, **options)
+    list(stream)
+    prompt = stream.result().prompt
+    text = engine.tokenizer.decode(prompt.token_ids)
+    for part in ("The system.", "The user.", "The assistant.", GUARD, "The Grebe is closed.", "And now?"):
+        assert text.count(part) == 1, text
+    assert engine.generate(said, **options).prompt.token_ids == prompt.token_ids
+    assert engine.prefill(said, **options).prompt.token_ids == prompt.token_ids
+    assert dict(engine.generate_many({1: said}, **options))[1].prompt.token_ids == prompt.token_ids
+    engine.clear_cache()
+    told = engine.explain(said, **options)
+    assert told.rows[-1].stop == len(prompt)
+    assert sum(told.counts.values()) == len(prompt)
