@@ -17,6 +17,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
 from kp_core.plan import Limit, Plan
 from kp_core.prompt.template import ChatTemplate
+from kp_core.threads import make_anew
 from kp_serve.asked import COMPUTED, FIRST_PACK, asked
 
 __all__ = ["VLLMEngine"]
@@ -50,9 +51,15 @@ class VLLMEngine:
         timeout: float = 600.0,
     ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(headers=headers, timeout=timeout, transport=httpx.HTTPTransport(retries=2))
-        self._given = tokenizer
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._given, self._timeout = tokenizer, timeout
+        self.forked()
+        make_anew(self)
+
+    def forked(self) -> None:
+        """In a forked process: the connections are those of the other."""
+        transport = httpx.HTTPTransport(retries=2)
+        self._client = httpx.Client(headers=self._headers, timeout=self._timeout, transport=transport)
 
     @cached_property
     def _about(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from kp_core.bundled import bundled_embedder, needing
 from kp_core.errors import FactError
 from kp_core.pickling import Shared
+from kp_core.threads import make_anew
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -95,8 +96,13 @@ class SentenceTransformerEmbedder(Shared):
         self._query_prompt = query_prompt
         self._device = device
         self._batch_size = batch_size
-        self._lock = threading.Lock()
         self._loaded: SentenceTransformer | None = None
+        self.forked()
+        make_anew(self)
+
+    def forked(self) -> None:
+        """In a forked process: another thread may have held the lock."""
+        self._lock = threading.Lock()
 
     def _opens(self) -> Callable[[], SentenceTransformerEmbedder]:
         return partial(

@@ -37,6 +37,11 @@ class Recogniser:
 
     def __init__(self, min_chars: int = _MIN_CHARS) -> None:
         self._min = min_chars
+        self.forked()
+        make_anew(self)
+
+    def forked(self) -> None:
+        """In a forked process: begin with nothing. Another thread may have been reading texts."""
         self._texts: dict[Handle, str] = {}
         self._handles: dict[str, set[Handle]] = {}
         # By first `min_chars` characters: the sorted texts, and the largest length so far.

@@ -35,6 +35,7 @@ from kp_core.packs.secret import forget_secrets, load_secrets
 from kp_core.packs.uses import last_use_of
 from kp_core.packs.view import Packs
 from kp_core.progress import bar_of
+from kp_core.threads import make_anew
 
 __all__ = ["PackStore", "default_keep_bytes", "entry_of", "open_packs"]
 
@@ -105,8 +106,13 @@ class PackStore(Packs):
         self._peeked = lru_cache(_PEEKED_PACKS)(partial(_peek, self.blobs, self.secrets))
         # The packs and namespaces of each kept entry and version, so that deleting packs reads no entry twice.
         self._owners: dict[tuple[Handle, str], frozenset[str]] = {}
+        self.forked()
+        make_anew(self)
+
+    def forked(self) -> None:
+        """In a forked process: another thread may have held the lock."""
         # Threads free space one at a time, so that together they stay within the bound.
-        self._turn: AbstractContextManager[object] = nullcontext() if max_bytes is None else threading.Lock()
+        self._turn: AbstractContextManager[object] = nullcontext() if self.max_bytes is None else threading.Lock()
 
     def _opens(self) -> Callable[[], PackStore]:
         if self._given_secrets:

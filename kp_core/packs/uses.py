@@ -11,6 +11,7 @@ from kp_core.errors import KnowledgePackError, PackCorruptError
 from kp_core.packs.blobs import Blobs
 from kp_core.packs.envelope import from_json, mapping, to_json
 from kp_core.packs.secret import is_made
+from kp_core.threads import make_anew
 
 __all__ = ["LastUse", "last_use_of"]
 
@@ -26,8 +27,14 @@ class LastUse:
     """
 
     def __init__(self, blobs: Blobs) -> None:
-        self._blobs, self._lock = blobs, threading.Lock()
+        self._blobs = blobs
         self._times, self._noted, self._flushed = dict[str, float](), False, time.monotonic()
+        self.forked()
+        make_anew(self)
+
+    def forked(self) -> None:
+        """In a forked process: another thread may have held the lock."""
+        self._lock = threading.Lock()
 
     def note(self, name: str) -> None:
         """Record that `name` is used now."""

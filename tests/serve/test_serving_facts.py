@@ -15,6 +15,7 @@ from kp_serve.engine import VLLMEngine
 from kp_serve.stored import StoredKV
 from tests.attack.trouble import full_disk
 from tests.conftest import tiny_engine, until
+from tests.core.engines.test_forks import in_child
 from tests.core.prompt.test_template import GUARD, SYSTEM_FIRST, TWO_ROLES
 from tests.serve.gate import Served, address, events_of, listening, server
 from tests.serve.test_serving import TEXT, read, served
@@ -335,3 +336,24 @@ def test_a_message_that_the_template_would_drop_is_in_what_a_client_sends(server
             for part in ("The system.", "The user.", "The assistant.", GUARD, "And now?"):
                 assert text.count(part) == 1, text
         assert session.explain(said).rows[-1].stop == len(body["prompt"])
+
+
+def test_a_forked_process_asks_a_server_over_connections_of_its_own(server, address):
+    engine = load_engine(engine=address, api_key=server.keys["a"]).engine
+    clients, inner = [], server.gate.app
+
+    async def noted(scope, receive, send):
+        clients.append(scope["client"])
+        await inner(scope, receive, send)
+
+    server.gate.app = noted
+    for _ in range(2):
+        engine.compile(TEXT, "a")
+    ours = set(clients)
+    clients.clear()
+    assert in_child(lambda: engine.compile(f"{TEXT} And?", "a"))["compiled"]
+    assert clients
+    assert not ours & set(clients)
+    clients.clear()
+    engine.compile(f"{TEXT} Or?", "a")
+    assert set(clients) == ours, "the connections of this process stay"

@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import os
 import threading
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from langchain_core.documents import Document
 from kp_core import PackStore
 from kp_core.errors import FactError, ModelError
 from kp_core.facts import ChromaFactStore, Fact, MemoryFactStore
+from kp_core.facts.embed import SentenceTransformerEmbedder
 from kp_core.testing import HashEmbedder
 from kp_langchain import ChatKnowledgePacks
 from kp_langchain import KnowledgePackRetriever as LangChainRetriever
@@ -206,3 +208,49 @@ def test_a_database_of_chroma_says_at_once_where_it_was_opened(tmp_path):
                 in_child(act)
         in_child(store.close)
         assert [hit.fact.text for hit in store.search(TEXT, 1)] == [TEXT]
+
+
+@contextmanager
+def held(*locks):
+    """Another thread holds `locks`."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            inside.set()
+            leave.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    inside.wait()
+    try:
+        yield
+    finally:
+        leave.set()
+        holder.join()
+
+
+@pytest.mark.parametrize("act", ["get", "put", "open", "recognise"])
+def test_a_store_of_packs_that_another_thread_uses_works_in_a_forked_process(act, tmp_path):
+    engine, store = tiny_engine(), PackStore(tmp_path, max_bytes=10**7)
+    pack = engine.build_pack(TEXT)
+    handle = store.put(pack)
+    acts = {
+        "get": lambda: store.get(handle).text,
+        "put": lambda: str(store.put(engine.build_pack("Another text, as long as the first."))),
+        "open": lambda: PackStore(tmp_path).get(handle).text,
+        "recognise": lambda: len(store.recogniser.find_packs(store, f"{TEXT} Who?", ["default"])),
+    }
+    with held(store._uses._lock, store._turn, store.recogniser._lock):
+        assert in_child(acts[act])
+    assert acts[act]()
+
+
+@pytest.mark.slow
+def test_an_embedder_that_another_thread_loads_works_in_a_forked_process():
+    embedder = SentenceTransformerEmbedder()
+    expected = embedder.embed([TEXT])
+    with held(embedder._lock):
+        assert in_child(lambda: embedder.embed([TEXT])) == pytest.approx(expected, abs=1e-6)
