@@ -339,21 +339,19 @@ def test_a_message_that_the_template_would_drop_is_in_what_a_client_sends(server
 
 
 def test_a_forked_process_asks_a_server_over_connections_of_its_own(server, address):
-    engine = load_engine(engine=address, api_key=server.keys["a"]).engine
-    clients, inner = [], server.gate.app
+    clients = []
 
     async def noted(scope, receive, send):
         clients.append(scope["client"])
-        await inner(scope, receive, send)
+        await server.gate(scope, receive, send)
 
-    server.gate.app = noted
-    for _ in range(2):
-        engine.compile(TEXT, "a")
-    ours = set(clients)
-    clients.clear()
-    assert in_child(lambda: engine.compile(f"{TEXT} And?", "a"))["compiled"]
-    assert clients
-    assert not ours & set(clients)
-    clients.clear()
-    engine.compile(f"{TEXT} Or?", "a")
-    assert set(clients) == ours, "the connections of this process stay"
+    tokenizer = load_engine(engine=address, api_key=server.keys["a"]).tokenizer
+    with listening(noted) as url:
+        engine = VLLMEngine(url, api_key=server.keys["a"], tokenizer=tokenizer)
+        for text in (TEXT, TEXT * 2):
+            engine.compile(text, "a")
+        [ours] = set(clients)
+        assert in_child(lambda: engine.compile(f"{TEXT} And?", "a"))["compiled"]
+        assert clients[-1] != ours
+        engine.compile(f"{TEXT} Or?", "a")
+        assert clients[-1] == ours
