@@ -7,7 +7,13 @@ import multiprocessing
 import pickle
 
 import pytest
-from llama_index.core.schema import TextNode
+from langchain.agents import create_agent
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, StateGraph
+from llama_index.core.extractors import KeywordExtractor
+from llama_index.core.ingestion import IngestionCache, IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import Document, TextNode
 
 from kp_core import PackStore, load_engine, pickling
 from kp_core.errors import ModelError, PackError
@@ -142,3 +148,39 @@ def test_a_secret_is_not_pickled(tmp_path, monkeypatch):
     bounded = pickle.dumps(PackStore(tmp_path / "other", max_bytes=10**6, keep_seconds=9))
     monkeypatch.setattr(pickling, "_here", {})
     assert (pickle.loads(bounded).max_bytes, pickle.loads(bounded).keep_seconds) == (10**6, 9)
+
+
+def test_a_graph_whose_model_was_copied_answers_and_shares_the_engine(folder):
+    engine = load_engine(folder, dtype="float32")
+    chat = ChatKnowledgePacks(engine=engine, max_tokens=3)
+    expected = chat.invoke("Hi").text
+    for model in (chat, chat.model_copy(deep=True)):
+        agent = create_agent(model, [], checkpointer=InMemorySaver())
+        config = {"configurable": {"thread_id": "1", "model": model}}
+        copied = copy.deepcopy(config)
+        assert copied["configurable"]["model"].engine is engine
+        assert agent.invoke({"messages": [("user", "Hi")]}, copied)["messages"][-1].text == expected
+
+
+def test_a_graph_with_the_model_in_its_state_answers(folder):
+    chat = ChatKnowledgePacks(engine=load_engine(folder, dtype="float32"), max_tokens=3)
+    graph = StateGraph(dict)
+    graph.add_node("ask", lambda state: {"answer": copy.deepcopy(state)["model"].invoke("Hi").text})
+    graph.add_edge(START, "ask")
+    assert graph.compile().invoke({"model": chat})["answer"] == chat.invoke("Hi").text
+
+
+@pytest.mark.slow
+def test_an_ingestion_pipeline_runs_our_model_and_reads_its_answers_from_the_cache(folder):
+    llm = KnowledgePackLLM(engine=load_engine(folder, dtype="float32"), max_tokens=3)
+    steps = [SentenceSplitter(chunk_size=64, chunk_overlap=0), KeywordExtractor(llm=llm, keywords=2, num_workers=1)]
+    documents = [Document(text=f"{TEXT} It is gate {number}.", id_=str(number)) for number in range(4)]
+    cache = IngestionCache()
+    runs = [
+        IngestionPipeline(transformations=steps, cache=cache).run(documents=documents)
+        for _ in range(2)
+    ]
+    first, again = ([node.metadata["excerpt_keywords"] for node in run] for run in runs)
+    assert len(first) == 4
+    assert first == again
+    assert llm.engine is copy.deepcopy(steps)[1].llm.engine
