@@ -54,11 +54,6 @@ class Recogniser:
         self.forked()
         make_anew(self)
 
-    def forked(self) -> None:
-        """In a forked process: another thread may have held the locks."""
-        self._lock = Lock()
-        self._reading: dict[str, Lock] = {}  # By namespace: whoever reads its texts now.
-
     def add(self, handle: Handle, text: str) -> None:
         """Find `text` from now on. A handle has one text, so adding it again does nothing."""
         text = text.strip()

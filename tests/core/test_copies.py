@@ -176,10 +176,7 @@ def test_an_ingestion_pipeline_runs_our_model_and_reads_its_answers_from_the_cac
     steps = [SentenceSplitter(chunk_size=64, chunk_overlap=0), KeywordExtractor(llm=llm, keywords=2, num_workers=1)]
     documents = [Document(text=f"{TEXT} It is gate {number}.", id_=str(number)) for number in range(4)]
     cache = IngestionCache()
-    runs = [
-        IngestionPipeline(transformations=steps, cache=cache).run(documents=documents)
-        for _ in range(2)
-    ]
+    runs = [IngestionPipeline(transformations=steps, cache=cache).run(documents=documents) for _ in range(2)]
     first, again = ([node.metadata["excerpt_keywords"] for node in run] for run in runs)
     assert len(first) == 4
     assert first == again
