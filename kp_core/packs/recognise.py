@@ -51,8 +51,8 @@ class Recogniser:
         self._noted = np.zeros(2**_BITS, bool)
         # By namespace: `changes` of the store when its texts were last read.
         self._changes: dict[str, object] = {}
-        self.forked()
-        make_anew(self)
+        self._lock = Lock()
+        self._reading: dict[str, Lock] = {}  # By namespace: whoever reads its texts now.
 
     def add(self, handle: Handle, text: str) -> None:
         """Find `text` from now on. A handle has one text, so adding it again does nothing."""
