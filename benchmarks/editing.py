@@ -163,9 +163,7 @@ class _Bench:
         """The answer from a pack."""
         asked = {"role": "user", "content": f"{self.store.put(pack)}\n\n{how}\n{change.question}"}
         view, tokens = self.store.view("editing"), _REASONED if how == _REASON else _TOKENS
-        return self.engine.generate(
-            [*talk, asked], view=view, max_tokens=tokens, mismatch="accept", stop=() if how == _REASON else "\n"
-        )
+        return self.engine.generate([*talk, asked], view=view, max_tokens=tokens, stop=() if how == _REASON else "\n")
 
     def results(self, base: KnowledgePack, change: Change) -> dict[str, _Result]:
         """What each method makes of a change; nothing where old text and new text do not decide the answer."""

@@ -1,9 +1,8 @@
 """Documents as packets between trained soft tokens, beside text and the other composers (KV Packet's main figure).
 
 For each number of documents, questions are asked over all of them in one user message: as `text`, as packs by `exact`
-composition, by `splice`, and as `packet`s whose KV lies in the store; `splice, int8` and `packet, int8` from KV of
-eight bits (the paper's Figure 4). Everything runs on one engine, with the prefix tree cleared and the system head warm
-before each answer.
+composition, by `splice`, and as `packet`s whose KV lies in the store. Everything runs on one engine, with the prefix
+tree cleared and the system head warm before each answer.
 
 Domains: `wiki`, passages that the wrapper was not trained on, each question about one of them; `hotpot`, HotpotQA with
 its distractors and those of the next question; `needle`, one code among several; `isles`, the world of the demo. The
@@ -23,7 +22,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise, product
 from pathlib import Path
@@ -33,34 +32,19 @@ from rich.progress import track
 from transformers import AutoConfig, PretrainedConfig
 
 from benchmarks import common, plots
-from kp_core import Generation, KnowledgePack, PacketComposer, PackStore, Session
-from kp_core.compose import Composer, Region, composer_of
-from kp_core.compose.base import Move
+from kp_core import Generation, PacketComposer, PackStore, Session
+from kp_core.compose import Composer, composer_of
 from kp_core.compose.packet import SHIPPED
 from kp_core.engines.hf.training import PacketTraining, Samples
 from kp_core.errors import ContextOverflowError
-from kp_core.kv import KVTensors
 
 __all__ = ["draw", "main", "run"]
 
 _DEMO = Path(__file__).parents[1] / "cookbooks" / "demo"
 _TOKENS = 24
-_INT8 = ", int8"
 _MOST_NEEDLES = 20
 DOMAINS = ("wiki", "hotpot", "needle", "isles")
-METHODS = ("text", "exact", "splice", "packet", f"splice{_INT8}", f"packet{_INT8}")
-
-
-@dataclass(frozen=True)
-class _Rounded(PacketComposer):
-    """Packets whose KV has eight bits a number."""
-
-    @property
-    def key(self) -> str:
-        return f"{super().key}{_INT8}"
-
-    def fill(self, region: Region, packs: Sequence[KnowledgePack], room: KVTensors, move: Move) -> Sequence[int]:
-        return super().fill(region, [pack.compressed("int8") for pack in packs], room, move)
+METHODS = ("text", "exact", "splice", "packet")
 
 
 @dataclass(frozen=True)
@@ -135,36 +119,30 @@ def questions(domain: str, held: Sequence[tuple[str, str]], count: int, limit: i
 
 def ask(
     engine: Session,
-    stores: Sequence[PackStore],
+    store: PackStore,
     asked: Sequence[_Question],
     methods: dict[str, Composer | None],
     at_once: int,
 ) -> list[dict[str, Generation]]:
-    """What each method answers; packs go to the first of `stores`, and in eight bits to the second."""
+    """What each method answers; packs go to `store`."""
     packs = [list(engine.build_packs(list(each.documents), progress=False)) for each in asked]
-    # Of eight bits, as KV that is the model's own, so that every method is asked in the same way.
-    rounded = [[replace(pack, kv=pack.compressed("int8").kv) for pack in found] for found in packs]
     prompts = [
-        [
-            "\n\n".join((*(str(store.put(pack)) for pack in found), each.asked))
-            for each, found in zip(asked, made, strict=True)
-        ]
-        for store, made in zip(stores, (packs, rounded), strict=True)
+        "\n\n".join((*(str(store.put(pack)) for pack in found), each.asked))
+        for each, found in zip(asked, packs, strict=True)
     ]
     said: list[dict[str, Generation]] = [{} for _ in asked]
     for name, composer in methods.items():
-        at = int(name.endswith(_INT8))
-        options: dict[str, Any] = {"view": stores[at].view("default")}
+        options: dict[str, Any] = {"view": store.view("default")}
         if isinstance(composer, PacketComposer):
             # Wrapped packs are compiled once; what that costs is not part of a use.
-            for prompt in prompts[at]:
+            for prompt in prompts:
                 engine.prefill(prompt, **options, composer=composer, keep="always")
         if composer is None:
             sent, options = ["\n\n".join((*each.documents, each.asked)) for each in asked], {}
         else:
             # What exact composition computes is not left in the store, or the others would find it.
             keep = "used_twice" if isinstance(composer, PacketComposer) else "never"
-            sent, options = prompts[at], options | {"composer": composer, "keep": keep}
+            sent, options = prompts, options | {"composer": composer, "keep": keep}
         common.reset(engine)
         with ThreadPoolExecutor(at_once) as pool:
             answers = pool.map(partial(engine.generate, **options, max_tokens=_TOKENS), sent)
@@ -213,7 +191,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     packet = PacketComposer.load(arguments.wrapper)
     splice = composer_of("splice")
     methods = {"text": None, "exact": composer_of("exact"), "splice": splice, "packet": packet}
-    methods |= {f"splice{_INT8}": splice, f"packet{_INT8}": _Rounded(packet.header, packet.trailer, packet.fingerprint)}
     chosen = {name: methods[name] for name in methods if name in ("exact", *arguments.methods)}
     shape = AutoConfig.from_pretrained(common.model_path(arguments))
     rows: list[dict[str, Any]] = []
@@ -223,9 +200,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         found: dict[str, list[dict[str, float]]] = {}
         asked = questions(domain, held, count, 20 if arguments.limit is None else arguments.limit)
         with common.scratch(engine) as folder:
-            stores = [PackStore(Path(folder) / name) for name in ("plain", "int8")]
+            store = PackStore(folder)
             try:
-                said = ask(engine, stores, asked, chosen, arguments.at_once)
+                said = ask(engine, store, asked, chosen, arguments.at_once)
             except ContextOverflowError:
                 said = []
         for question, answers in zip(asked, said, strict=False):

@@ -1,12 +1,11 @@
-"""Bytes of stored packs and the time to load them, plain and compressed; what int8 costs.
+"""Bytes of stored packs and the time to load them, plain and compressed.
 
-Each passage is compiled once and stored in three stores: plain, `lossless` (bit for bit the same KV) and `int8`
-(rounded). Loading is `PackStore.get` from a warm disk: file, digests, decoding; the three are read in turn, so that a
-noisy machine is noisy to all alike, and each pack counts with the median of its repetitions.
+Each passage is compiled once and stored in two stores: plain, and `lossless` (bit for bit the same KV). Loading is
+`PackStore.get` from a warm disk: file, digests, decoding; both are read in turn, so that a noisy machine is noisy to
+all alike, and each pack counts with the median of its repetitions.
 
 - bytes per token: of the pack files, heads included.
 - load: seconds per 1,000 tokens; `ratio` is over plain.
-- error: relative error (Frobenius) of keys and of values, over all layers.
 """
 
 from __future__ import annotations
@@ -17,22 +16,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from rich.progress import track
 
 from benchmarks import common
-from kp_core import KnowledgePack, PackStore, Session
+from kp_core import PackStore, Session
 
 __all__ = ["main", "run"]
 
-_COMPRESSIONS = ("none", "lossless", "int8")
+_COMPRESSIONS = ("none", "lossless")
 
 
 def run(engine: Session, texts: list[str], folder: Path, repeats: int = 9) -> dict[str, Any]:
     """One row per compression; all packs are in `folder` meanwhile."""
     stores = {name: PackStore(folder / name) for name in _COMPRESSIONS}
     seconds: dict[str, float] = dict.fromkeys(_COMPRESSIONS, 0.0)
-    squares = {"key": [0.0, 0.0], "value": [0.0, 0.0]}
     tokens = 0
     for pack in track(engine.build_packs(texts, progress=False), "Packs", total=len(texts)):
         tokens += len(pack.token_ids)
@@ -47,7 +44,6 @@ def run(engine: Session, texts: list[str], folder: Path, repeats: int = 9) -> di
                     raise SystemExit("Lossless compression changed KV.")
         for name in _COMPRESSIONS:
             seconds[name] += median(times[name])
-        _add_errors(squares, pack, stores["int8"].get(handles["int8"]))
     plain = stores["none"].nbytes
     rows = [
         {
@@ -56,21 +52,10 @@ def run(engine: Session, texts: list[str], folder: Path, repeats: int = 9) -> di
             "bytes_ratio": store.nbytes / plain,
             "load_s_per_1000": 1000 * seconds[name] / tokens,
             "load_ratio": seconds[name] / seconds["none"],
-            "key_error": (squares["key"][0] / squares["key"][1]) ** 0.5 if name == "int8" else 0.0,
-            "value_error": (squares["value"][0] / squares["value"][1]) ** 0.5 if name == "int8" else 0.0,
         }
         for name, store in stores.items()
     ]
     return {"packs": len(texts), "tokens": tokens, "dtype": engine.fingerprint.dtype, "rows": rows}
-
-
-def _add_errors(squares: dict[str, list[float]], pack: KnowledgePack, found: KnowledgePack) -> None:
-    if pack.kv is None or found.kv is None:
-        return
-    for name, mine, theirs in (("key", pack.kv.keys, found.kv.keys), ("value", pack.kv.values, found.kv.values)):
-        for one, other in zip(mine, theirs, strict=True):
-            squares[name][0] += float(torch.sum((one.double() - other.double()) ** 2))
-            squares[name][1] += float(torch.sum(one.double() ** 2))
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -82,7 +67,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     texts = list(dict.fromkeys(str(each) for each in common.read_passages(asked.data, asked.limit)))
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         report = run(common.load_engine(asked), texts, Path(folder), asked.repeats)
-    columns = ("compression", "bytes/token", "bytes ratio", "load s/1000", "load ratio", "key error", "value error")
+    columns = ("compression", "bytes/token", "bytes ratio", "load s/1000", "load ratio")
     rows = [tuple(row.values()) for row in report["rows"]]
     common.show_table(f"{report['packs']} packs, {report['tokens']} tokens, {report['dtype']}", columns, rows)
     common.write_json(asked.json, report)

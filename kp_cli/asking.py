@@ -66,7 +66,7 @@ class _AskOptions(SearchOptions, ModelOptions, PlaceOptions):
     ] = "given"
     mismatch: Annotated[
         Mismatch,
-        typer.Option(help="What to do with a pack of another model; accept takes other numerics of this model only."),
+        typer.Option(help="What to do with a pack of another model, or of this one in other numerics."),
     ] = "error"
     steering: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Answer with a steering that `kp steer make` wrote.")
@@ -197,7 +197,6 @@ class _Asker:
             self._store,
             unit=options.unit,
             kv="lazy" if lazy else options.kv or default,
-            accept=options.mismatch == "accept",
         )
         if once and self._packs.kv == "stored":
             # Keep KV for the next process; this one reads nothing twice.

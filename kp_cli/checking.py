@@ -368,7 +368,6 @@ def _about_pack(pack: KnowledgePack) -> dict[str, Any]:
 _STORED: dict[Compression, str] = {
     "none": "read soonest",
     "lossless": "no bit changed",
-    "int8": "rounded: an approximation, read with --mismatch accept",
 }
 
 

@@ -135,8 +135,8 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     compress: Annotated[
         Compression | None,
         typer.Option(
-            help="How KV is stored: none as it is, lossless changes no bit, int8 rounds and needs "
-            "`--mismatch accept`. Default: none; a server stores it as its `kp serve --compress` says."
+            help="How KV is stored: none as it is, lossless in fewer bytes. Default: none; a server stores it as its "
+            "`kp serve --compress` says."
         ),
     ] = None,
     wait: _Wait = 0.0,
@@ -303,7 +303,7 @@ def _compile(delivery: Delivery, session: Session, *, as_json: bool) -> dict[str
     """Print the cost, compile, and return the cost as JSON. An interrupted run continues where it stopped."""
     units, is_lazy, compress = delivery.all_units(), delivery.kv == "lazy", delivery.compress
     server = session.engine if isinstance(session.engine, VLLMEngine) and not is_lazy else None
-    compiled, _ = find_compiled(units, session, delivery.store, lazy=is_lazy, accept=compress == "int8")
+    compiled, _ = find_compiled(units, session, delivery.store, lazy=is_lazy)
     missing = [unit.text for unit in units if (unit.namespace, unit.text) not in compiled]
     tokens, nbytes, seconds = compile_cost(missing, session, lazy=is_lazy, compress=compress)
     count, stored = len(missing), len(units) - len(missing)

@@ -45,23 +45,21 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     compiled_for: CompiledFor = "user",
     lazy: bool = False,
     compress: Compression = "none",
-    accept: bool = False,
     is_current: Callable[[Fact], bool] = lambda _fact: True,
     progress: bool = True,
 ) -> list[Handle | None]:
     """Compile `facts` into `store` for the position `compiled_for`; returns the handles of their packs.
 
     A fact without a namespace goes to `namespace`. Each pack is stored as soon as it is compiled, and packs already
-    stored for this model and position are skipped. `lazy` packs are computed on first use. With `compress="int8"` or
-    `accept`, packs that this model made in other numerics count as stored, too. A text too short to have a token of its
+    stored for this model and position are skipped. `lazy` packs are computed on first use. A text too short to have a token of its
     own, or too long for the model, has no pack: its handle is `None`, and a warning names it. A fact for which
     `is_current` is false when its pack is written, because it was deleted meanwhile, has none either. Raises
     `PackError` for an unknown `compress`.
     """
     check_compression(compress)
     facts = [fact.moved(namespace) for fact in facts]
-    is_lazy, accept = lazy or engine.is_lazy, accept or compress == "int8"
-    results, outdated = find_compiled(facts, engine, store, compiled_for=compiled_for, lazy=is_lazy, accept=accept)
+    is_lazy = lazy or engine.is_lazy
+    results, outdated = find_compiled(facts, engine, store, compiled_for=compiled_for, lazy=is_lazy)
     missing = defaultdict[str, dict[str, Fact]](dict)
     for fact in facts:
         if (fact.namespace, fact.text) not in results:
@@ -103,14 +101,13 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     return [results.get((fact.namespace, fact.text)) for fact in facts]
 
 
-def find_compiled(  # noqa: PLR0913 - as `compile_facts`
+def find_compiled(
     units: Iterable[Fact],
     engine: Session,
     store: Packs,
     *,
     compiled_for: CompiledFor = "user",
     lazy: bool = False,
-    accept: bool = False,
 ) -> tuple[dict[tuple[str, str], Handle], dict[tuple[str, str], KnowledgePack]]:
     """The handles of the units whose packs need no compiling, and the stored packs of others, by namespace and text.
 
@@ -127,7 +124,7 @@ def find_compiled(  # noqa: PLR0913 - as `compile_facts`
     except ShortTextError:  # The template carries no packs.
         return {}, {}
     key = PackKey(engine.fingerprint, prefix)
-    is_compiled = partial(_is_compiled, engine, store, compiled_for, key, lazy=lazy, accept=accept)
+    is_compiled = partial(_is_compiled, engine, store, compiled_for, key, lazy=lazy)
     if len(handles) > _LOOKED_AT:
         sample = list(handles.values())[:: len(handles) // _SAMPLE]
         if all(is_compiled(handle, store.peek(handle, key)) for handle in sample):
@@ -146,14 +143,9 @@ def _is_compiled(  # noqa: PLR0913 - as `find_compiled`
     pack: KnowledgePack | None,
     *,
     lazy: bool,
-    accept: bool,
 ) -> bool:
     """Whether a stored pack has this model and position, and its KV unless `lazy`."""
-
-    def is_of_model(pack: KnowledgePack) -> bool:
-        return pack.fingerprint.same_model(key.model) if accept else pack.fingerprint == key.model
-
-    if pack is None or not is_of_model(pack):
+    if pack is None or pack.fingerprint != key.model:
         return False
     if pack.prefix != key.prefix:
         # The first characters of some texts share a token with the text before them, so their prefix is another one.
@@ -162,7 +154,7 @@ def _is_compiled(  # noqa: PLR0913 - as `find_compiled`
         except ShortTextError:
             return False
         pack = store.peek(handle, PackKey(key.model, prefix))
-        if pack is None or not is_of_model(pack) or (pack.prefix, pack.token_ids) != (prefix, token_ids):
+        if pack is None or pack.fingerprint != key.model or (pack.prefix, pack.token_ids) != (prefix, token_ids):
             return False
     return lazy or pack.stored_bytes > 0 or not store.get(handle, pack.key).is_lazy
 

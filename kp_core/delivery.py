@@ -15,7 +15,7 @@ from kp_core.compiling import Unit, compile_facts, find_compiled
 from kp_core.edit import How, edit, replaced
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
-from kp_core.errors import BusyError, FactError, PackError, PackNotFoundError
+from kp_core.errors import BusyError, FactError, PackError, PackNotFoundError, gone
 from kp_core.events import log_event
 from kp_core.facts import Added, Fact, FactStore, Filter, Hit, Reranker
 from kp_core.facts.base import content_id
@@ -57,8 +57,7 @@ class Delivery:
     `unit`: `fact` is one fact; `bank` all facts of a bank, one per line, in the order they were added; `document` all
     facts of one source (a fact without a source is its own document). No unit crosses namespaces. Searches are limited
     to `namespace`; `None` is all of them. `kv`: `stored`, or `lazy` for only text and tokens. `compress` is how KV is
-    stored (`KnowledgePack.compressed`). With `accept`, packs of this model in other numerics, such as int8, are not
-    made again; requests must then say `mismatch="accept"`. A unit that is found without a pack is compiled before the
+    stored (`KnowledgePack.compressed`). A unit that is found without a pack is compiled before the
     search returns; with `precompile="idle"` it goes as text and is compiled when the engine is idle. Without an
     `engine`, a unit without a pack goes as text, with a warning. Without `facts`, only `deliver` works. Raises
     `FactError` for an unknown unit, kv, compress or precompile, `HandleError` for an invalid namespace.
@@ -75,17 +74,17 @@ class Delivery:
         compiled_for: CompiledFor = "user",
         namespace: str | None = None,
         compress: Compression = "none",
-        accept: bool = False,
         precompile: Precompile = "now",
     ) -> None:
         words = {"unit": (unit, Unit), "kv": (kv, KV), "precompile": (precompile, Precompile)}
         for name, (value, kind) in (words | {"compress": (compress, Compression)}).items():
             if value not in get_args(kind):
-                raise FactError(f"Got {name}={value!r}; expected one of {', '.join(get_args(kind))}.")
+                choices = ", ".join(get_args(kind))
+                raise FactError(f"Got {name}={value!r}; expected one of {choices}.{gone(name, value)}")
         self._facts, self.engine, self.store = facts, engine, open_packs(store)
         self.unit, self.kv, self.compiled_for, self.precompile = unit, kv, compiled_for, precompile
         self.namespace = None if namespace is None else check_namespace(namespace)
-        self.compress, self.accept = compress, accept
+        self.compress = compress
 
     @property
     def facts(self) -> FactStore:
@@ -268,7 +267,6 @@ class Delivery:
             compiled_for=self.compiled_for,
             lazy=self.kv == "lazy",
             compress=self.compress,
-            accept=self.accept,
             is_current=lambda unit: not stored or self._is_current(unit, since),
             progress=progress,
         )
@@ -366,7 +364,6 @@ class Delivery:
             *(units, engine, self.store),
             compiled_for=self.compiled_for,
             lazy=self.kv == "lazy" or engine.is_lazy,
-            accept=self.accept or self.compress == "int8",
         )
         missing = [unit for unit in units if (unit.namespace, unit.text) not in compiled]
         since = self.store.cancelled

@@ -19,6 +19,7 @@ from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
 from kp_core.errors import OptionError, PackError, UnsupportedRequestError
 from kp_core.kv import KVTensors
+from kp_core.packs.fingerprint import OVERWRITTEN
 from kp_core.packs.pack import Correction, Edit, Edits, KnowledgePack, common_length, root_of
 from kp_core.packs.view import PackRef
 from kp_core.plan import Plan, Region, plan_regions
@@ -128,7 +129,7 @@ def overwrite(
     """`pack` with the KV of the tokens of `old` replaced by that of `new`. The KV behind it is moved and kept.
 
     An approximation, for experiments and for reasoning models (Models Take Notes at Prefill, arXiv 2606.17107): what
-    stands behind has seen the old value, which may win. The pack is used only with `mismatch="accept"`. Raises as
+    stands behind has seen the old value, which may win. `Usage.approximate_tokens` counts such packs. Raises as
     `amend`, `PackError` for a pack with errata, `UnsupportedRequestError` if the model's keys cannot be moved.
     """
     _check(pack)
@@ -162,7 +163,7 @@ def overwrite(
         text=text,
         token_ids=ids,
         kv=kv,
-        fingerprint=replace(pack.fingerprint, dtype=f"{pack.fingerprint.dtype}/overwrite:{made_of}"),
+        fingerprint=replace(pack.fingerprint, dtype=f"{pack.fingerprint.dtype}{OVERWRITTEN}{made_of}"),
         provenance=Edits(history=history).written(pack.provenance),
         stored_bytes=0,
     )

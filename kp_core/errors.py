@@ -45,7 +45,16 @@ __all__ = [
     "UnsupportedModelError",
     "UnsupportedRequestError",
     "WrapperError",
+    "gone",
 ]
+
+_GONE: Mapping[str, str] = {
+    "co_compile": "`keep='always'` keeps what a request computes behind other packs",
+    "compress='int8'": "'lossless' stores KV in fewer bytes, kv='lazy' stores text alone",
+    "deterministic": "an engine computes in one way, bit for bit where it supports 'bitwise'",
+    "mismatch='accept'": "'rebuild' computes packs of other numerics anew from their text",
+}
+"""Options, and values of options, of earlier releases; and what to use instead."""
 
 
 class KnowledgePackError(Exception):
@@ -128,9 +137,8 @@ class FingerprintMismatchError(PackError):
             f"{name}: {kind} has {stored}, model has {model}" for name, (stored, model) in differences.items()
         )
         cause = "was made by this model with other numerics" if same_model else "was not made by this model"
-        accept = 'use it as an approximation with `mismatch="accept"`, or ' if same_model else ""
         advice = advice or (
-            f"Its KV is not used. To go on, {accept}have it computed anew from its text with "
+            "Its KV is not used. To go on, have it computed anew from its text with "
             '`mismatch="rebuild"`, or build the pack again with `engine.build_pack(pack.text, ...)`.'
         )
         super().__init__(f"{what} {cause} ({lines}). {advice}")
@@ -194,3 +202,12 @@ class CacheBudgetError(KnowledgePackError, MemoryError):
 
 class GenerationTimeoutError(KnowledgePackError, TimeoutError):
     """An answer took longer than `timeout` seconds; its memory was released."""
+
+
+def gone(name: str, value: object = None) -> str:
+    """Return the sentence, after a space, on an option or value of an earlier release; empty for any other.
+
+    Without `value`, it is the option itself that is unknown.
+    """
+    instead = _GONE.get(name if value is None else f"{name}={value!r}")
+    return f" It is gone in 0.3; {instead}." if instead else ""

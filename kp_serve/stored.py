@@ -122,7 +122,7 @@ class StoredKV:
 
     A pack's KV begins behind its prefix. So the KV of the prefix is stored too, once for all packs of a namespace
     behind it. KV of other engines is read as well: for equal ids, weights and dtype it is equal up to rounding, as
-    vLLM's own KV is from batch to batch. KV that was rounded for storage is not read. Packs are written as `compress`
+    vLLM's own KV is from batch to batch. Overwritten KV is not read. Packs are written as `compress`
     says.
     """
 

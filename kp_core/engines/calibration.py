@@ -296,7 +296,7 @@ class Calibrations:
         calibration, place = self.of(view), str(None if view is None else view.source.blobs)
         keys = {composer.key} if plan.prompt.unread else set()
         keys |= {region.composer.key for region in plan.regions if region.composer and not region.composer.exact}
-        for key in keys - {"accept"}:  # `mismatch="accept"` asks for other numerics, so it needs no warning.
+        for key in keys:
             if (place, key) in self.warned:
                 continue
             self.warned.add((place, key))

@@ -16,9 +16,9 @@ from kp_core.compose import (
     AutoComposer,
     Composer,
     ExactComposer,
-    NaiveComposer,
     PacketComposer,
     SelectComposer,
+    SpliceComposer,
     laid_out,
 )
 from kp_core.engines.arranging import Ordering, Selector, arranged
@@ -218,14 +218,13 @@ class Planner:
         self, span: Span, prompt: Prompt, request: Request, composable: Collection[Span], *, is_home: bool
     ) -> Composer | None:
         """What makes the KV of a pack that is not exact at its place; `None` if it is computed or read."""
-        pack, accepts_mismatch = span.pack, request.mismatch == "accept"
+        pack = span.pack
         if pack.token_ids != prompt.token_ids[span.start : span.stop]:
             return None
+        is_edit = pack.fingerprint.is_edit_of(self.model)
         if is_home:
-            return NaiveComposer("accept") if accepts_mismatch else None
-        is_own = pack.fingerprint == self.model
-        may_compose = is_own or (accepts_mismatch and pack.fingerprint.same_model(self.model))
-        return request.composer if may_compose and span in composable else None
+            return SpliceComposer() if is_edit else None  # Only the text that was overwritten is what it stands for.
+        return request.composer if span in composable and (is_edit or pack.fingerprint == self.model) else None
 
     def _compiled(self, span: Span, prompt: Prompt) -> tuple[KnowledgePack, Plan]:
         """The pack of `span` as compiled for its position, without KV, and the plan that computes its KV."""

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
 from kp_core.compose import Composer, ExactComposer, composer_of
-from kp_core.errors import OptionError, SamplingError
+from kp_core.errors import OptionError, SamplingError, gone
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import Mismatch, PackView, Unresolved
 from kp_core.plan import Sampling, number
@@ -48,11 +48,6 @@ _RENAMED: Mapping[str, Sequence[str]] = {
     "top_k": ("k", "similarity_top_k"),
 }
 """Names of an earlier release or of another library, each with the names that may replace it."""
-_REMOVED: Mapping[str, str] = {
-    "co_compile": "It was removed; `keep='always'` keeps what a request computes behind other packs.",
-    "deterministic": "It was removed; an engine computes in one way, bit for bit where it supports 'bitwise'.",
-}
-"""Options of an earlier release, each with what to do instead."""
 _INSTEAD: Mapping[str, tuple[str, str]] = {
     "n": ("seed", "A call gives one answer: call once for each, with another `seed`; the prompt is computed once."),
     "view": ("seed", "A model takes `store=` and `namespaces=` when it is made; only a session takes a view."),
@@ -101,8 +96,8 @@ ABOUT: Mapping[str, str] = {
         "request with these packs. `none` (default) leaves it."
     ),
     "mismatch": (
-        "What to do with a pack that another model made: `error`, `rebuild` it from its text, or `accept` KV "
-        "of the same model in other numerics as an approximation."
+        "What to do with a pack that another model made, or the same one in other numerics: `error`, or `rebuild` it "
+        "from its text."
     ),
     "unresolved": (
         "What to do with a handle that brings no pack: raise an `error` (for production; not for roles that are not "
@@ -181,7 +176,8 @@ class Request(Sampling):
                 raise OptionError(f"Got {name}={value!r}; expected {expected}, or None.")
         for name, names in _CHOICES.items():
             if (choice := getattr(self, name)) not in names:
-                raise OptionError(f"Got {name}={choice!r}; expected {' or '.join(map(repr, names))}.")
+                choices = " or ".join(map(repr, names))
+                raise OptionError(f"Got {name}={choice!r}; expected {choices}.{gone(name, choice)}")
         self._check_lists()
         composer: object = self.composer
         if isinstance(composer, str):
@@ -237,13 +233,16 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str, hints:
             hint = f"Did you mean {suggestions[0]!r}?" if suggestions else f"Expected some of: {', '.join(names)}."
             if name in _INSTEAD and _INSTEAD[name][0] in names:
                 hint = _INSTEAD[name][1]
-            hint = hints.get(name) or _REMOVED.get(name, hint)
+            hint = hints.get(name) or gone(name).strip() or hint
             raise OptionError(f"{what} has no option {name!r}. {hint}")
 
 
 def checked_options(options: Mapping[str, Any], what: str, known: Iterable[str] = OPTIONS) -> dict[str, Any]:
-    """`options` with the default in place of `None`; raises as `refuse_unknown`."""
+    """`options` with the default in place of `None`; raises as `refuse_unknown`, and for values of earlier releases."""
     refuse_unknown(options, known, what)
+    for name, value in options.items():
+        if isinstance(value, str) and (hint := gone(name, value)):
+            raise OptionError(f"Got {name}={value!r}.{hint}")
     return {
         name: OPTIONS[name].default if value is None and name in OPTIONS else value for name, value in options.items()
     }

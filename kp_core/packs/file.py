@@ -10,7 +10,6 @@ from functools import lru_cache
 from hashlib import sha256
 from itertools import accumulate, chain, pairwise
 from math import prod
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from kp_core.errors import KnowledgePackError, PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import Buffer
-from kp_core.packs.codec import Compression, decode, digest, encode, in_threads
+from kp_core.packs.codec import check_compression, decode, digest, encode, in_threads
 from kp_core.packs.envelope import DTYPES, Envelope, header_entries, header_stop, raw, string, to_json
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
@@ -36,6 +35,7 @@ _ENVELOPE = Envelope(
 )
 _HEADERS = 64  # Cached headers, about 50 KB each.
 _STATE = "states."
+_ROUNDED = "int8"  # A compression of release 0.2, of which only text and tokens are read.
 _MAC = "kp:mac"  # Key in the provenance of an entry.
 _LARGEST_INT = 2**53 - 1  # The largest integer that every JSON reader keeps exact.
 
@@ -101,7 +101,7 @@ class PackFile:
         name, shape, data = self.names[index], self.shapes[index], self.tensors[index]
         dtype = _dtype(self.dtypes[index])
         if self.stored:
-            values = decode(data, self.pack.compression, dtype, shape, name)
+            values = decode(data, dtype, shape, name)
         elif len(data):
             values = torch.frombuffer(data, dtype=dtype).view(shape)
         else:
@@ -111,9 +111,14 @@ class PackFile:
         return values
 
     def read(self) -> KnowledgePack:
-        """Return the pack with its KV, after checking every digest; raises `PackCorruptError` for damaged tensors."""
+        """Return the pack with its KV, after checking every digest; raises `PackCorruptError` for damaged tensors.
+
+        A pack of release 0.2 whose KV was rounded to eight bits comes without KV.
+        """
         if self.dtype is None:
             return self.pack
+        if self.pack.compression == _ROUNDED:
+            return replace(self.pack, compression="none")
         tensors = in_threads(self.tensor, range(len(self.tensors)), self.nbytes)
         stop = len(tensors) - len(self.states)
         return replace(
@@ -148,14 +153,14 @@ def encode_pack(pack: KnowledgePack) -> PackFile:
     kv = () if pack.kv is None else (half for pair in zip(pack.kv.keys, pack.kv.values, strict=True) for half in pair)
     states = () if pack.kv is None else pack.kv.states
     tensors = [tensor.detach().cpu().contiguous() for tensor in (*kv, *states)]
-    names, nbytes = _names(len(tensors), len(states)), pack.nbytes
+    nbytes = pack.nbytes
     buffers = list(map(raw, tensors))
     stored: tuple[int, ...] = ()
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     # `_check` refuses other dtypes below.
     if pack.compression != "none" and tensors and set(dtypes) <= set(DTYPES):
-        pairs = list(zip(tensors, names, strict=True))
-        buffers = in_threads(lambda each: encode(each[0], pack.compression, each[1]), pairs, nbytes)
+        check_compression(pack.compression)
+        buffers = in_threads(encode, tensors, nbytes)
         stored = tuple(map(len, buffers))
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     digests = tuple(in_threads(digest, tensors, nbytes))
@@ -291,11 +296,11 @@ def _check(file: PackFile, cuts: Sequence[int]) -> None:
     for number in chain(pack.token_ids, pack.prefix, cuts, *file.shapes, file.stored):
         if type(number) is not int or not 0 <= number <= _LARGEST_INT:
             raise PackCorruptError(f"Got {number!r}; expected an integer from 0 to 2**53 - 1.")
-    if (pack.compression not in get_args(Compression)) or (bool(file.stored) and pack.compression == "none"):
+    if pack.compression not in ("none", "lossless", _ROUNDED) or (bool(file.stored) and pack.compression == "none"):
         raise PackCorruptError(f"Got the compression {pack.compression!r}; expected lossless or int8.")
     if (file.dtype not in DTYPES) if shapes else (file.dtype is not None):
         raise PackCorruptError(f"Got {len(shapes)} tensors of dtype {file.dtype!r}; expected one of {set(DTYPES)}.")
-    if file.states and (not shapes or not set(file.states) <= set(DTYPES) or pack.compression == "int8"):
+    if file.states and (not shapes or not set(file.states) <= set(DTYPES) or pack.compression == _ROUNDED):
         raise PackCorruptError(
             f"Got {len(file.states)} states of {sorted(set(file.states))} beside {len(shapes)} keys and values, "
             f"compressed {pack.compression!r}; expected some beside keys and values, of {set(DTYPES)}, not int8."

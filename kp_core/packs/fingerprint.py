@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 
 from kp_core.errors import PackCorruptError
 
-__all__ = ["NUMERICS", "ModelFingerprint"]
+__all__ = ["NUMERICS", "OVERWRITTEN", "ModelFingerprint"]
 
 NUMERICS = ("dtype", "engine", "passes")
 """The fields that affect only rounding; all other fields are the identity of the model."""
+OVERWRITTEN = "/overwrite:"
+"""Part of the dtype of KV that was edited in place; the digest of the edit follows."""
 
 _UNTIL_4 = ("chunk_tokens", "cuts")  # Fields that file versions 2 to 4 have in place of `passes`.
+_ROUNDED = "/int8"  # Suffix of the dtype of KV that release 0.2 rounded to eight bits.
 _EARLIER = re.compile(r"cut by rule (.*) every (.*)", re.DOTALL)
 
 
@@ -59,7 +62,16 @@ class ModelFingerprint:
     @property
     def is_earlier(self) -> bool:
         """Whether an earlier release computed the KV, with numerics that no engine has today."""
-        return _EARLIER.fullmatch(self.passes) is not None
+        return _EARLIER.fullmatch(self.passes) is not None or self.dtype.endswith(_ROUNDED)
+
+    def in_full(self) -> ModelFingerprint:
+        """The fingerprint before an earlier release rounded the KV to eight bits."""
+        return replace(self, dtype=self.dtype.removesuffix(_ROUNDED))
+
+    def is_edit_of(self, model: ModelFingerprint) -> bool:
+        """Whether this is KV of `model` that `kp_core.edit.overwrite` changed."""
+        dtype, overwritten, _ = self.dtype.partition(OVERWRITTEN)
+        return bool(overwritten) and replace(self, dtype=dtype) == model
 
     def same_model(self, other: ModelFingerprint) -> bool:
         """Whether both identify the same model, whatever their numerics."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kp_core.errors import FingerprintMismatchError, PackError, SteeringError
 from kp_core.kv import KVTensors
-from kp_core.packs.codec import Compression, check_compression, rounded
+from kp_core.packs.codec import Compression, check_compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import check_namespace
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Correction", "Edit", "Edits", "KnowledgePack", "PackKey", "Prefix", "common_length", "root_of"]
 
-_ROUNDED = "/int8"  # Suffix of a fingerprint's dtype: int8 has numerics of its own, and never counts as exact.
 _EDITS = "kp:edits"  # Key in the provenance of a pack, which every file version stores.
 
 Prefix: TypeAlias = tuple[int, ...]
@@ -191,22 +190,10 @@ class KnowledgePack:
     def compressed(self, compression: Compression) -> KnowledgePack:
         """Return the pack with its KV stored in fewer bytes; a lazy pack has nothing to compress.
 
-        `"lossless"` changes no bit (0.7 of the bytes in bfloat16). `"int8"` rounds the KV at once (0.5 of the bytes): a
-        model uses such a pack only with `mismatch="accept"`, as an approximation. Raises `PackError` for other names,
-        and for int8 if the model has recurrent states.
+        `"lossless"` changes no bit (0.7 of the bytes in bfloat16). Raises `PackError` for other names.
         """
         check_compression(compression)
-        if self.kv is None or compression != "int8":
-            return replace(self, compression=compression)
-        if self.kv.states:
-            raise PackError(
-                f"The pack {self.text[:40]!r} holds states of recurrent layers, which are not rounded to eight bits: "
-                "the error would be carried on by all tokens behind it. Use compress='lossless'."
-            )
-        fingerprint = self.fingerprint
-        if not fingerprint.dtype.endswith(_ROUNDED):
-            fingerprint = replace(fingerprint, dtype=fingerprint.dtype + _ROUNDED)
-        return replace(self, kv=rounded(self.kv), fingerprint=fingerprint, compression=compression)
+        return replace(self, compression=compression)
 
     def steer(self, steering: Steering, alpha: float | None = None) -> KnowledgePack:
         """Return the pack with steering applied: values `V + alpha * delta` (arXiv 2604.03270, section 2.6).

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 TRUSTED_ROLES = frozenset({"system", "user", "tool"})
 
-Mismatch: TypeAlias = Literal["error", "rebuild", "accept"]
+Mismatch: TypeAlias = Literal["error", "rebuild"]
 """What to do with a pack of another model; see `usable`."""
 Unresolved: TypeAlias = Literal["error", "warn", "text"]
 """What to do with a handle that brings no pack: raise, log it once and send it as text, or only send it as text."""
@@ -260,19 +260,17 @@ def why_unresolved(name: str, view: PackView | None, role: str | None = None) ->
 def usable(pack: KnowledgePack, model: ModelFingerprint, mismatch: Mismatch, name: str) -> KnowledgePack:
     """Return `pack` as `model` may use it: unchanged, or as its text alone, to be computed anew.
 
-    A pack of another model raises `FingerprintMismatchError`, but is computed anew with `mismatch="rebuild"`. One of
-    the same model in other numerics is used with `"accept"`. Otherwise it raises too, but is computed anew if only its
-    passes were computed differently (by another release or another kind of processor).
+    A pack of another model, or of this one in other numerics, raises `FingerprintMismatchError`, but is computed anew
+    with `mismatch="rebuild"`. It is always computed anew if another release or kind of processor only rounded it
+    differently.
     """
     fingerprint = pack.fingerprint
-    if fingerprint in (model, ModelFingerprint.unknown()):
+    if fingerprint in (model, ModelFingerprint.unknown()) or fingerprint.is_edit_of(model):
         return pack
     if model.engine == "vllm" and fingerprint.same_model(model):
         # A server decides itself which KV it reads; only the tokens matter here.
         return replace(pack, kv=None, fingerprint=model)
-    if mismatch == "accept" and fingerprint.same_model(model):
-        return pack
-    rounds_differently = fingerprint.diff(model).keys() == {"passes"}
+    rounds_differently = fingerprint.in_full().diff(model).keys() <= {"passes"}
     if mismatch != "rebuild" and not rounds_differently:
         pack.check(model)
     reason = "another release or kind of processor" if rounds_differently else "another model"

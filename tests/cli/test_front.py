@@ -277,7 +277,7 @@ def test_size_says_what_packs_take_before_there_are_any(kp: Kp, bank: Path) -> N
     about = as_json(kp("status", "--cost", "bank", *TINY, "--json"))
     assert (about["facts"], about["packs"]) == (4, 4)
     assert about["stored"]["none"]["nbytes"] > about["tokens"] * about["bytes_per_token"] > 0
-    assert about["stored"]["int8"]["nbytes"] < about["stored"]["none"]["nbytes"]
+    assert about["stored"]["lossless"]["nbytes"] < about["stored"]["none"]["nbytes"]
     assert not (bank / "packs").exists()
     files = as_json(kp("status", "--cost", "facts.jsonl", *TINY, "--json"))
     assert files["tokens"] == about["tokens"]

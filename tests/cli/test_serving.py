@@ -113,7 +113,7 @@ def test_a_store_of_its_own_and_a_text_that_is_too_long_stop_nothing(
     assert (code, server.computed) == (0, 4), err
     assert "is not compiled" in err
     assert "5 packs of" in out
-    for compress in ("int8", "none"):
+    for compress in ("lossless", "none"):
         code, _, err = kp("build", str(bank), "--compile", "--engine", address, "--compress", compress)
         assert code == 2
         assert "`kp serve --compress` decides for a server" in " ".join(err.replace("│", " ").split())

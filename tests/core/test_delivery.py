@@ -15,6 +15,7 @@ from typing import Any
 
 import chromadb
 import pytest
+import torch
 
 from kp_core import (
     ChromaFactStore,
@@ -37,6 +38,7 @@ from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.template import ChatTemplate
 from kp_core.testing import CHATML, HashEmbedder, tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine, until
+from tests.core.packs.made import rounded_file
 
 FACTS = [
     Fact(f"Part {number} of {source or 'nothing'}.", source=source, namespace=namespace)
@@ -102,7 +104,7 @@ def test_kv_is_stored_unless_packs_are_lazy(
     assert made.store.get(found.handle).is_lazy is is_lazy
 
 
-@pytest.mark.parametrize("compress", [None, "none", "lossless", "int8"])
+@pytest.mark.parametrize("compress", [None, "none", "lossless"])
 def test_kv_is_compressed_as_asked(facts: MemoryFactStore, tmp_path: Path, compress: str | None) -> None:
     made = packs(facts, tmp_path, kv="stored", **{"compress": compress} if compress else {})
     [found] = made.search("Part 2 of a.md.", 1)
@@ -112,24 +114,38 @@ def test_kv_is_compressed_as_asked(facts: MemoryFactStore, tmp_path: Path, compr
 
 def test_what_is_no_way_to_store_kv_is_refused_with_the_choices(facts: MemoryFactStore, tmp_path: Path) -> None:
     for compress in ("zip", "auto"):
-        with pytest.raises(FactError, match=f"Got compress='{compress}'; expected one of none, lossless, int8"):
+        with pytest.raises(FactError, match=f"Got compress='{compress}'; expected one of none, lossless"):
             packs(facts, tmp_path, compress=compress)
+    with pytest.raises(FactError, match=r"lossless\. It is gone in 0\.3; 'lossless' stores KV in fewer bytes"):
+        packs(facts, tmp_path, compress="int8")
     with pytest.raises(FactError, match="Got kv='auto'; expected one of stored, lazy"):
         packs(facts, tmp_path, kv="auto")
-    with pytest.raises(PackError, match="Got compress='zip'; expected one of none, lossless, int8"):
+    with pytest.raises(PackError, match="Got compress='zip'; expected one of none, lossless"):
         compile_facts([], tiny_engine(), PackStore(tmp_path), compress="zip")  # type: ignore[arg-type]
 
 
-def test_packs_in_other_numerics_are_made_again_unless_they_are_accepted(
-    facts: MemoryFactStore, tmp_path: Path
+def test_a_pack_that_was_rounded_to_eight_bits_is_made_again_from_its_text(
+    facts: MemoryFactStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rounded = packs(facts, tmp_path, kv="stored", compress="int8")
-    [found] = rounded.search("Part 2 of a.md.", 1)
+    """As release 0.2 stored it: its text is read, nothing is refused, and a search puts whole KV in its place."""
+    plain = packs(facts, tmp_path, kv="stored")
+    [found] = plain.search("Part 2 of a.md.", 1)
     assert found.handle is not None
-    assert packs(facts, tmp_path, kv="stored", accept=True).search("Part 2 of a.md.", 1)[0].handle == found.handle
-    assert [each.compression for each in rounded.store.entries(found.handle)] == ["int8"]
+    store, engine, whole = plain.store, tiny_engine(), plain.store.get(found.handle)
+    stored = next(path for path in tmp_path.rglob("*.safetensors") if found.handle.id in path.name)
+    stored.write_bytes(rounded_file(whole))
+    [entry] = store.entries(found.handle)
+    assert (entry.text, entry.token_ids, entry.compression) == (whole.text, whole.token_ids, "int8")
+    assert store.get(found.handle).is_lazy
+    asked, view = f"{found.handle} Why?", store.view("default")
+    with caplog.at_level("WARNING"):
+        answer = engine.prefill(asked, view=view)
+    assert [record.message for record in caplog.records if "computed anew from its text" in record.message]
+    assert torch.equal(answer.logits, engine.prefill(f"{whole.text} Why?", reuse=False).logits)
+    assert answer.usage.approximate_tokens == 0
     packs(facts, tmp_path, kv="stored").search("Part 2 of a.md.", 1)
-    assert sorted(each.compression for each in rounded.store.entries(found.handle)) == ["int8", "none"]
+    [entry] = store.entries(found.handle)
+    assert (entry.fingerprint, entry.compression, entry.stored_bytes > 0) == (whole.fingerprint, "none", True)
 
 
 def test_what_is_stored_is_not_compiled_again(

@@ -257,7 +257,7 @@ layer caches decides what else works:
 - **latent**: the latent and rotary key of multi-head latent attention. No steering, only the exact composer.
 - **states** (Mamba 2, gated delta rule, short convolutions): states are kept at the end of each pack and message, and
   a prompt that differs inside a message is computed from its beginning. A state takes the same room
-  (`Usage.state_bytes`) after ten tokens and ten thousand. No steering, overwriting or int8, only the exact composer.
+  (`Usage.state_bytes`) after ten tokens and ten thousand. No steering or overwriting, only the exact composer.
 
 *Batching*: answers at the same time are decoded together; else in turns. It needs an attention that can be replaced:
 not with caps on scores (Gemma 2) or position biases (ALiBi).

@@ -176,8 +176,8 @@ def test_what_is_no_option_of_an_adapter(adapter, name, store):
     [
         ("absorb", "Did you mean 'compact'"),
         ("foreign", "Did you mean 'mismatch'"),
-        ("co_compile", "It was removed; `keep='always'`"),
-        ("deterministic", "It was removed; an engine computes in one way"),
+        ("co_compile", "It is gone in 0.3; `keep='always'`"),
+        ("deterministic", "It is gone in 0.3; an engine computes in one way"),
     ],
 )
 def test_an_option_of_an_earlier_release_is_refused_and_says_what_to_do(adapter, name, instead, store):

@@ -30,7 +30,7 @@ _PLAUSIBLE: dict[str, tuple[Any, ...]] = {
     "placement": ("system", "in_place"), "order": ("free",), "composer": ("splice", "naive", "select:packs=1", "select:packs=x", "packet"),
     "tool_choice": ("any", "none", "find"), "tools": ([{"name": "find", "parameters": {}}], [{"name": ""}], [{}]), "max_tokens": (0, 1, 2),
     "keep": ("never", "always"), "keep_in": ("geo", "../x"), "timeout": (5, 0), "packs": (["kp:geo/" + "a" * 21], [""]), "thinking": (True,),
-    "response_schema": (True, {}, {"type": "object"}), "scope": ("pack",), "mismatch": ("accept",),
+    "response_schema": (True, {}, {"type": "object"}), "scope": ("pack",), "mismatch": ("rebuild",),
 }  # fmt: skip
 _AROUND = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Facts: {pack}"}]
 _SCHEMA_VALUES = (

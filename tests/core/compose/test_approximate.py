@@ -11,7 +11,6 @@ from kp_core import Handle, KVTensors, PackStore, SelectComposer, SpliceComposer
 from kp_core.compose import composer_of
 from kp_core.engines.local import engine as local_engine
 from kp_core.engines.request import Request
-from kp_core.errors import FingerprintMismatchError
 from kp_core.packs.pack import common_length
 from kp_core.plan import Plan, Region
 from kp_core.testing import tiny_model
@@ -80,25 +79,6 @@ def test_what_is_written_in_place_is_what_is_put_together(share, isles):
     for at, span in enumerate(prompt.spans):
         start = span.start + (math.ceil(share * len(span)) if at else 0)
         assert found.slice(start, span.stop).equal(slow.slice(start, span.stop))
-
-
-def test_rounded_packs_are_composed_where_they_are_accepted(isles, tmp_path):
-    engine, request, question = isles
-    store = PackStore(tmp_path / "rounded")
-    handles = [store.put(engine.build_pack(text, namespace="isles").compressed("int8")) for text in TEXTS]
-    asked = "\n\n".join(map(str, handles)) + "\n\nWhich?"
-    rounded = {"view": store.view("isles"), "composer": "splice"}
-    prompt, found = kv_of(engine, asked, **rounded, mismatch="accept")
-    plain, spliced = kv_of(engine, question, **request, composer="splice")
-    assert prompt.token_ids == plain.token_ids
-    assert not found.equal(spliced)  # They were rounded.
-    pairs = zip((*found.keys, *found.values), (*spliced.keys, *spliced.values), strict=True)
-    assert all((mine.float() - theirs.float()).norm() <= 0.1 * theirs.float().norm() for mine, theirs in pairs)
-    engine.clear_cache()
-    usage = engine.prefill(asked, **rounded, mismatch="accept").usage
-    assert usage.approximate_tokens == usage.pack_tokens
-    with pytest.raises(FingerprintMismatchError, match='mismatch="accept"'):
-        engine.prefill(asked, **rounded)
 
 
 def test_the_next_prompt_in_the_buffer_leaves_the_tree_as_it_was(isles):

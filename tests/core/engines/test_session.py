@@ -316,20 +316,18 @@ def test_work_that_was_cut_short_is_not_called_done():
         cut.result(10)
 
 
-def test_kv_of_other_numerics_is_used_only_when_asked_for(tmp_path):
+def test_kv_of_other_numerics_is_never_used(tmp_path):
     engine, store = tiny_engine(), PackStore(tmp_path)
     made = engine.build_pack("The harbour of Veyl had seven boats, two of them red.", namespace="isles")
     handle = store.put(replace(made, fingerprint=replace(made.fingerprint, engine="local/eager")))
     question, view = f"{handle}\n\nHow many?", store.view("isles")
     with pytest.raises(kp_core.errors.FingerprintMismatchError, match="engine"):
         engine.generate(question, view=view)
-    engine.clear_cache()
-    found = engine.prefill(question, view=view, mismatch="accept")
-    assert found.usage.approximate_tokens == found.prompt.pack_tokens > 0
+    with pytest.raises(kp_core.errors.OptionError, match=r"It is gone in 0\.3; 'rebuild' computes"):
+        engine.generate(question, view=view, mismatch="accept")
     exact = engine.prefill(question, view=view, mismatch="rebuild")
     assert exact.usage.approximate_tokens == 0
     assert torch.equal(exact.logits, engine.prefill(question, view=view, mismatch="rebuild", reuse=False).logits)
-    assert torch.allclose(found.logits, exact.logits, atol=1e-3)
 
 
 def test_a_pack_of_another_kind_of_processor_is_computed_anew_and_stored_beside_it(tmp_path, caplog):

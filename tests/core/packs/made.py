@@ -55,6 +55,15 @@ def rebuild(content: object, *, version: str = "5", data: bytes = b"", entries: 
     return len(header).to_bytes(8, "little") + header + data
 
 
+def rounded_file(pack: KnowledgePack) -> bytes:
+    """The file in which release 0.2 stored `pack` in eight bits a number; the numbers themselves are others."""
+    file = encode_pack(pack.compressed("lossless"))
+    content = content_of(pack.compressed("lossless"))
+    content["compression"], content["fingerprint"]["dtype"] = "int8", f"{pack.fingerprint.dtype}/int8"
+    entries = {name: entry for name, entry in json.loads(file.head[8:]).items() if name != "__metadata__"}
+    return rebuild(content, entries=entries, data=b"".join(file.tensors))
+
+
 def older(content: dict[str, Any], version: str = "2", cuts: Sequence[object] = (2, 3)) -> dict[str, Any]:
     """The metadata of a pack as files of an earlier version have them."""
     found = {name: value for name, value in content.items() if name != "states" or version == "4"}
