@@ -1,26 +1,20 @@
-"""Several packs in one prompt: text, exact composition (order given and free) and the approximate composers.
+"""Several packs in one prompt: text, exact composition and the approximate composers.
 
-Speed, on passages cut to one size: text against `exact`, packs in the order given; `free`, in an order of the engine's
-choice, with nothing in memory, with two of them seen together (`free, 2 seen`), and with all (`free, all seen`); then
-each approximate composer, with the packs in the store and nothing in memory, and splice where these packs were spliced
-before (`splice, all seen`). All run on one engine, one after the other for each question, with the prefix tree cleared
-and the system head warm before each; times are medians over `--pairs` questions, and `ratio` is the median of text over
-packs, question by question, with its 95 % interval, `low` to `high`. `computed` are the tokens that passed all layers;
-`kl` (nats) and `agree` compare the first token with that of exact composition. Combinations above 7,500 tokens are left
-out and named. Whether the answers are right is measured by `benchmarks.answers`.
-
-`--orders N`: N questions of `--data` in the order given and in the free one, exact both times, each with the packs of
-all earlier questions in memory. `em` contains the answer, `f1` is that of the first line; `lower` is the lower 95 %
-bound (one-sided) of the mean paired difference, free less given, in points.
+Speed, on passages cut to one size: text against `exact`; then each approximate composer, with the packs in the store
+and nothing in memory, and splice where these packs were spliced before (`splice, all seen`). All run on one engine, one
+after the other for each question, with the prefix tree cleared and the system head warm before each; times are medians
+over `--pairs` questions, and `ratio` is the median of text over packs, question by question, with its 95 % interval,
+`low` to `high`. `computed` are the tokens that passed all layers; `kl` (nats) and `agree` compare the first token with
+that of exact composition. Combinations above 7,500 tokens are left out and named. Whether the answers are right is
+measured by `benchmarks.answers`.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,20 +22,15 @@ from typing import Any
 from rich.progress import track
 
 from benchmarks import common
-from benchmarks.questions import Question
 from kp_core import Generation, PackStore, Session
 from kp_core.compose import Composer, ExactComposer, NaiveComposer, SpliceComposer
 
 __all__ = ["COLUMNS", "main", "run"]
 
 _MOST_TOKENS = 7500
-_ANSWER = 24
-"""Tokens of an answer, at most."""
-_ONE_SIDED = 1.645
-"""Standard errors below the mean that leave 5 % of a normal distribution."""
 _EXACT = ExactComposer()
 _ASKED = "What is the first passage about?"
-COLUMNS = ("composer", "packs", "tokens", "order", "ttft_s", "text_s", "computed", "kl", "agree")
+COLUMNS = ("composer", "packs", "tokens", "ttft_s", "text_s", "computed", "kl", "agree")
 """Of every row; `None` where it was not measured."""
 
 
@@ -60,15 +49,11 @@ class _Variant:
 
     name: str
     composer: Composer = _EXACT
-    order: str = "given"
     seen: int = 0
 
 
 _VARIANTS = (
     _Variant("exact"),
-    _Variant("free", order="free"),
-    _Variant("free, 2 seen", order="free", seen=2),
-    _Variant("free, all seen", order="free", seen=-1),
     _Variant("naive", NaiveComposer()),
     _Variant("splice", SpliceComposer()),
     _Variant("splice, all seen", SpliceComposer(), seen=-1),
@@ -93,7 +78,7 @@ def speed(engine: Session, texts: list[str], arguments: argparse.Namespace) -> l
     for size in arguments.sizes:
         for count in arguments.packs:
             if size * count > _MOST_TOKENS:
-                rows.append({"composer": "left out", "packs": count, "tokens": size, "order": "given"})
+                rows.append({"composer": "left out", "packs": count, "tokens": size})
                 continue
             rows += _speed_of(engine, texts, size, count, arguments)
     return rows
@@ -121,10 +106,9 @@ def _speed_of(
                 first: dict[str, Any] = {"view": store.view("default"), "keep": "never"}
                 options = first | {"composer": variant.composer}
                 if variant.seen:
-                    backwards = variant.seen < 0 and variant.order == "free"
-                    seen = handles[::-1] if backwards else handles[-variant.seen :] if variant.seen > 0 else handles
+                    seen = handles[-variant.seen :] if variant.seen > 0 else handles
                     engine.prefill("\n\n".join(seen) + "\n\nWhy?", **options)
-                packs = engine.generate("\n\n".join(handles) + asked, max_tokens=1, order=variant.order, **options)
+                packs = engine.generate("\n\n".join(handles) + asked, max_tokens=1, **options)
                 times[variant.name].append((text.usage.ttft_s, packs.usage.ttft_s))
                 kl, same = 0.0, True
                 if not variant.composer.exact:
@@ -137,7 +121,6 @@ def _speed_of(
             "variant": variant.name,
             "packs": count,
             "tokens": size,
-            "order": variant.order,
             "ttft_s": statistics.median(mine for _, mine in times[variant.name]),
             "text_s": statistics.median(text for text, _ in times[variant.name]),
             **common.median_ratio(*zip(*times[variant.name], strict=True)),
@@ -149,53 +132,12 @@ def _speed_of(
     ]
 
 
-def hotpot(path: Path, limit: int | None) -> list[Question]:
-    """HotpotQA questions, each paragraph a text of its own."""
-    return [
-        Question(example.question, example.answer, tuple(map(str, example.paragraphs)))
-        for example in common.read_examples(path, limit)
-    ]
-
-
-def orders(engine: Session, store: PackStore, questions: Sequence[Question]) -> dict[str, Any]:
-    """Answers in the order given and in the free one, question by question."""
-    scores: Mapping[str, Callable[[str, str], float]] = {
-        "em": common.contains,
-        "f1": lambda said, answer: common.f1(common.first_line(said), answer),
-    }
-    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in scores}
-    moved = 0
-    for question in track(questions, "given and free"):
-        packs = engine.build_packs(list(question.documents), progress=False)
-        prompt = common.prompt([store.put(pack) for pack in packs], question.asked)
-        options: dict[str, Any] = {"view": store.view("default"), "max_tokens": _ANSWER}
-        free = engine.generate(prompt, order="free", **options)
-        # One prompt has one answer.
-        given = engine.generate(prompt, **options) if free.usage.reordered_packs else free
-        moved += given is not free
-        for name, score in scores.items():
-            pairs[name].append((score(given.text, question.answer), score(free.text, question.answer)))
-    return {"n": len(questions), "moved": moved, **{name: paired(found) for name, found in pairs.items()}}
-
-
-def paired(found: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Means in points, and the lower bound of the difference."""
-    apart = [100 * (free - given) for given, free in found]
-    error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else math.nan
-    given, free = (100 * common.mean(pair[at] for pair in found) for at in (0, 1))
-    return {"given": given, "free": free, "difference": free - given, "lower": free - given - _ONE_SIDED * error}
-
-
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All rows."""
     engine = common.load_engine(arguments)
     figures: dict[str, Any] = {"dtype": arguments.dtype, "rows": []}
-    if arguments.pairs:
-        texts = [passage.text for passage in common.read_passages(arguments.passages)]
-        figures["rows"] = [dict.fromkeys(COLUMNS) | row for row in speed(engine, texts, arguments)]
-    if arguments.orders:
-        with common.scratch(engine) as folder:
-            figures["orders"] = orders(engine, PackStore(folder), hotpot(arguments.data, arguments.orders))
+    texts = [passage.text for passage in common.read_passages(arguments.passages)]
+    figures["rows"] = [dict.fromkeys(COLUMNS) | row for row in speed(engine, texts, arguments)]
     return figures
 
 
@@ -206,10 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--packs", type=int, nargs="+", default=[2, 5, 10, 20])
     parser.add_argument("--sizes", type=int, nargs="+", default=[25, 140, 500])
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="of those above, for speed; default: all")
-    parser.add_argument("--pairs", type=int, default=20, help="questions for speed; 0: none; default: %(default)s")
-    parser.add_argument(
-        "--orders", type=int, default=0, metavar="N", help="compare given and free order on N questions"
-    )
+    parser.add_argument("--pairs", type=int, default=20, help="questions for each; default: %(default)s")
     arguments = parser.parse_args(argv)
     known = [each.name for each in _VARIANTS]
     if unknown := set(arguments.variants or ()).difference(known):
@@ -227,14 +166,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for row in figures["rows"]
                 if row["composer"] == "left out"
             ],
-        )
-    if "orders" in figures:
-        found = figures["orders"]
-        columns = ("given", "free", "difference", "lower")
-        common.show_table(
-            f"Given and free order, {found['n']} questions, {found['moved']} reordered ({arguments.dtype})",
-            ("score", *columns),
-            [[name, *(found[name][column] for column in columns)] for name in ("em", "f1")],
         )
     common.write_json(arguments.json, figures)
 

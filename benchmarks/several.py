@@ -1,7 +1,7 @@
 """Is the answer from several packs the answer from their text, in every order? HotpotQA questions, greedy answers.
 
 Each gold fact of a question is a pack of its own, stored in a `PackStore`. Its handles stand in the user message in
-the order of the facts (`given`), shuffled (`shuffled`), and with `order="free"` (`free`). Each is answered four ways:
+the order of the facts (`given`), and shuffled (`shuffled`). Each is answered four ways:
 
 - text: in the order in which it was sent, on this engine with nothing cached (`reuse=False`).
 - cold: the engine's cache cleared, packs from the store.
@@ -28,8 +28,8 @@ from kp_core import Generation, PackStore, PackView, Session
 
 __all__ = ["ORDERS", "main", "run"]
 
-ORDERS = ("given", "shuffled", "free")
-_COUNTS = ("moved", "cold", "warm", "hf", "logits", "again")
+ORDERS = ("given", "shuffled")
+_COUNTS = ("cold", "warm", "hf", "logits", "again")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Desk:
     view: PackView
     tokens: int
 
-    def compare(self, handles: Sequence[str], ask: str, order: str) -> dict[str, int]:
+    def compare(self, handles: Sequence[str], ask: str) -> dict[str, int]:
         """What one prompt adds to each of `_COUNTS`."""
         options: dict[str, Any] = {"view": self.view, "keep": "never", "max_tokens": self.tokens}
         said, counts = "\n\n".join((*handles, ask)), dict.fromkeys(_COUNTS, 0)
@@ -49,8 +49,8 @@ class _Desk:
         for state in ("cold", "warm"):
             self.engine.clear_cache()
             if state == "warm":
-                self.engine.generate("\n\n".join((*handles, "Why?")), order=order, **options | {"max_tokens": 1})
-            found = self.engine.generate(said, order=order, **options)
+                self.engine.generate("\n\n".join((*handles, "Why?")), **options | {"max_tokens": 1})
+            found = self.engine.generate(said, **options)
             if text is None or text.prompt.token_ids != found.prompt.token_ids:  # Warm is mostly sent as cold.
                 text = self.engine.generate("\n\n".join((*found.packs, ask)), reuse=False, **options)
             if text.prompt.token_ids != found.prompt.token_ids or text.usage.reused_tokens:
@@ -59,7 +59,6 @@ class _Desk:
             counts["logits"] += not common.same_bits(found.logits, text.logits)
         behind = len(found.prompt) - max(span.stop for span in found.prompt.spans)
         counts["again"] += max(0, found.usage.computed_tokens - behind)
-        counts["moved"] += found.usage.reordered_packs > 0
         plain = self.twin.generate([found.prompt.token_ids], self.tokens)[0]
         counts["hf"] += self.twin.without_end(found.token_ids) != plain
         return counts
@@ -80,7 +79,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             handles = [str(store.put(pack)) for pack in packs]
             for order, row in rows.items():
                 placed = chance.sample(handles, len(handles)) if order == "shuffled" else handles
-                counts = desk.compare(placed, question_text(example.question), "free" if order == "free" else "given")
+                counts = desk.compare(placed, question_text(example.question))
                 for name, count in counts.items():
                     row[name] += count
     return {"n": len(examples), "dtype": arguments.dtype, "rows": rows}
@@ -93,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     figures = run(arguments := parser.parse_args(argv))
     common.show_table(
         f"Several packs: {figures['n']} questions, {figures['dtype']}",
-        ("order", "moved", "cold ≠ text", "warm ≠ text", "warm ≠ hf", "other first logits", "computed again"),
+        ("order", "cold ≠ text", "warm ≠ text", "warm ≠ hf", "other first logits", "computed again"),
         [(order, *row.values()) for order, row in figures["rows"].items()],
     )
     common.write_json(arguments.json, figures)

@@ -34,7 +34,7 @@ from kp_core import Generation, Message, PackStore
 from kp_core.compose import composer_of
 from kp_core.delivery import KV, Delivery, Found, Unit
 from kp_core.engines.calibration import INSTRUCTION
-from kp_core.engines.request import Mismatch, Order
+from kp_core.engines.request import Mismatch
 from kp_core.errors import ContextOverflowError, FactError, SteeringError
 from kp_core.steering import load_steering
 
@@ -61,9 +61,6 @@ class _AskOptions(SearchOptions, ModelOptions, PlaceOptions):
             "`kp calibrate` found; or approximately: splice, packet. naive is wrong, for measuring.",
         ),
     ] = "exact"
-    order: Annotated[
-        Order, typer.Option(help="given: facts as found; free: in the order that computes the fewest tokens.")
-    ] = "given"
     mismatch: Annotated[
         Mismatch,
         typer.Option(help="What to do with a pack of another model, or of this one in other numerics."),
@@ -79,7 +76,7 @@ class _AskOptions(SearchOptions, ModelOptions, PlaceOptions):
         """These options as options of a request."""
         if self.steering is None and self.alpha is not None:
             raise typer.BadParameter("--alpha goes with --steering.")
-        options = {"composer": composer_of(self.composer), "order": self.order, "mismatch": self.mismatch}
+        options = {"composer": composer_of(self.composer), "mismatch": self.mismatch}
         if self.steering is None:
             return options | {"steering": None}
         steering = load_steering(existing(self.steering))

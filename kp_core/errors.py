@@ -52,6 +52,7 @@ _GONE: Mapping[str, str] = {
     "co_compile": "`keep='always'` keeps what a request computes behind other packs",
     "compress='int8'": "'lossless' stores KV in fewer bytes, kv='lazy' stores text alone",
     "deterministic": "an engine computes in one way, bit for bit where it supports 'bitwise'",
+    "order": "packs stand as they are given: give them in the order of an earlier request",
     "mismatch='accept'": "'rebuild' computes packs of other numerics anew from their text",
 }
 """Options, and values of options, of earlier releases; and what to use instead."""

@@ -185,7 +185,7 @@ FAULTS = (
         "kp_core/prompt/conversation.py",
         "[s.handle if _by_handle(s) else s",
         "['' if _by_handle(s) else s",
-        "tests/core/prompt tests/core/engines/test_ordering.py",
+        "tests/core/prompt",
     ),
     # What is made of packs.
     Fault(

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -21,7 +21,7 @@ from kp_core.compose import (
     SpliceComposer,
     laid_out,
 )
-from kp_core.engines.arranging import Ordering, Selector, arranged
+from kp_core.engines.arranging import Selector, arranged
 from kp_core.engines.base import Engine
 from kp_core.engines.calibration import Calibrations
 from kp_core.engines.request import CompiledFor, Request
@@ -58,7 +58,7 @@ class Planner:
 
     def __init__(self, engine: Engine, template: ChatTemplate, selector: Selector, calibrations: Calibrations) -> None:
         self._engine, self.model, self._template = engine, engine.identity, template
-        self._ordering, self._selector, self.calibrations = Ordering(), selector, calibrations
+        self._selector, self.calibrations = selector, calibrations
         self._met, self._lock = dict[Hashable, None](), threading.Lock()
 
     def plan(
@@ -90,13 +90,7 @@ class Planner:
         handles = unresolved(turns)
         _report(handles, view, request)
         turns, request, unread, choice = self._selected(turns, request, view)
-        prompt = self._ordering.prompt(
-            turns,
-            partial(self._template.render_turns, shape=request.shape, thinking=request.thinking),
-            lambda prompt: self._missing(prompt, request, view),
-            is_free=request.order == "free" and not unread,
-            learn=learn,
-        )
+        prompt = self._template.render_turns(turns, shape=request.shape, thinking=request.thinking)
         prompt = replace(prompt, unread=unread, unresolved=len(handles))
         if request.upgrade == "background" and self._is_upgraded(prompt, request, view):
             request = replace(request, composer=ExactComposer())
@@ -261,15 +255,6 @@ class Planner:
         if request.composer.exact or not prompt.spans:
             return False
         return self.found(self._exact(prompt, source, reuse=request.reuse)) >= prompt.spans[-1].stop
-
-    def _missing(self, prompt: Prompt, request: Request, source: PackView | None) -> int:
-        """How many tokens of a prompt would be computed now."""
-        plan, _ = self._sourced(prompt, request, source)
-        found, tokens = self.found(plan), 0
-        for region in plan.regions:
-            if region.lacks_kv:
-                tokens += max(0, region.stop - max(region.start, found))
-        return tokens
 
     def _budget(self, prompt: Prompt, request: Request, tokens: int | None) -> int:
         """How many tokens the answer may take. Raises `ContextOverflowError` if they do not fit after the prompt."""

@@ -92,8 +92,6 @@ class Usage:
     """Tokens of `prompt_tokens` in which packs were recognised by their text."""
     approximate_tokens: int = 0
     """Tokens whose KV an approximate composer made; 0 unless one was asked for."""
-    reordered_packs: int = 0
-    """Packs whose order among their neighbours changed (`order="free"`)."""
     unread_packs: int = 0
     """Packs that were left out (`composer="select"`). The pass that chose is in `ttft_s`, not in `computed_tokens`."""
     errata_tokens: int = 0
@@ -312,7 +310,6 @@ def usage_of(plan: Plan, stream: TokenStream, completion: int, ttft: float) -> U
         ttft_s=ttft,
         recognised_tokens=prompt.recognised_tokens,
         approximate_tokens=stream.approximate_tokens,
-        reordered_packs=prompt.reordered,
         unread_packs=prompt.unread,
         unresolved_handles=prompt.unresolved,
         errata_tokens=sum(span.errata_tokens for span in prompt.spans if not span.recognised),

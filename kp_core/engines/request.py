@@ -26,7 +26,6 @@ __all__ = [
     "CompiledFor",
     "Keep",
     "Mismatch",
-    "Order",
     "Request",
     "checked_options",
     "refuse_unknown",
@@ -34,7 +33,6 @@ __all__ = [
 
 CompiledFor: TypeAlias = Sequence[Message] | Literal["user", "system"]
 Keep: TypeAlias = Literal["used_twice", "always", "never"]
-Order: TypeAlias = Literal["given", "free"]
 Upgrade: TypeAlias = Literal["none", "background"]
 
 _EXACT = ExactComposer()
@@ -78,10 +76,6 @@ ABOUT: Mapping[str, str] = {
         "than that of text in place."
     ),
     "recognise": "Exact texts of packs, in messages of trusted roles, are read from their KV.",
-    "order": (
-        "`given`: packs stand as they were named. `free`: packs side by side in one message are a set, sent once each, "
-        "in the order that leaves the fewest tokens to compute."
-    ),
     "composer": "Makes the KV of packs that do not stand where they were compiled.",
     "keep": (
         "Whether KV computed behind other packs is kept in the store of the view, for the time after a restart: "
@@ -126,7 +120,6 @@ _CHOICES = {
     "unresolved": get_args(Unresolved),
     "keep": get_args(Keep),
     "upgrade": get_args(Upgrade),
-    "order": get_args(Order),
 }
 PER_CALL = ("tools", "tool_choice", "parallel_tool_calls", "response_schema", "reuse")
 """Options that only a call has. All others but those of the core are settings of a model, too."""
@@ -146,7 +139,6 @@ class Request(Sampling):
     placement: Placement = "in_place"
     compact: bool = False
     recognise: bool = True
-    order: Order = "given"
     composer: Composer = _EXACT
     keep: Keep = "used_twice"
     keep_in: str | None = None

@@ -63,8 +63,6 @@ class Prompt:
     """Packs, and parts of packs, that are computed as plain text."""
     owner: str = field(default="", compare=False)
     """The namespace of all other tokens if they are the prefix of a pack to compile; empty in a conversation."""
-    reordered: int = field(default=0, compare=False)
-    """Number of packs that stand in another order than they were given in."""
     unread: int = field(default=0, compare=False)
     """Number of packs that were left out (`SelectComposer`)."""
     unresolved: int = field(default=0, compare=False)

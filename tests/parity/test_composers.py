@@ -41,12 +41,3 @@ def test_a_composer_by_name(adapter, composer, isles):
     assert usage_of(adapter, store, question, composer=composer)["approximate_tokens"] > 0
     with pytest.raises((OptionError, ValueError), match="expected one of auto, exact, naive, packet, select, splice"):
         usage_of(adapter, store, question, composer="mend")
-
-
-@pytest.mark.parametrize("adapter", ["langchain", "llamaindex"])
-def test_a_free_order(adapter, isles):
-    store, handles = isles
-    tiny_engine().clear_cache()
-    usage_of(adapter, store, "\n\n".join((*handles[::-1], "Why?")))
-    found = usage_of(adapter, store, "\n\n".join((*handles, f"{adapter}?")), order="free")
-    assert found["reordered_packs"] == 2

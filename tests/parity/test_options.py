@@ -41,7 +41,6 @@ VALUES = {
     "placement": lambda _: "system",
     "compact": lambda _: True,
     "recognise": lambda _: False,
-    "order": lambda _: "free",
     "composer": lambda _: NaiveComposer(),
     "keep": lambda _: "always",
     "keep_in": lambda _: "open",
@@ -175,6 +174,7 @@ def test_what_is_no_option_of_an_adapter(adapter, name, store):
     ("name", "instead"),
     [
         ("absorb", "Did you mean 'compact'"),
+        ("order", "It is gone in 0.3; packs stand as they are given"),
         ("foreign", "Did you mean 'mismatch'"),
         ("co_compile", "It is gone in 0.3; `keep='always'`"),
         ("deterministic", "It is gone in 0.3; an engine computes in one way"),

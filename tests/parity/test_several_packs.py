@@ -28,14 +28,3 @@ def test_warm_is_cold_in_every_order(smol_of, tmp_path):
             cold = engine.prefill(prompt, view=view, reuse=False)
             warm = engine.prefill(prompt, view=view)
             assert torch.equal(cold.logits, warm.logits)
-    # The largest pack stood first and is at home there: nothing else is cheaper.
-    free = engine.prefill("\n\n".join((*handles, "And?")), view=view, order="free")
-    cold = engine.prefill("\n\n".join((*free_order(free), "And?")), view=view, reuse=False)
-    assert free.prompt.token_ids == cold.prompt.token_ids
-    assert torch.equal(free.logits, cold.logits)
-    assert free.usage.reused_tokens >= max(map(len, free.prompt.spans))
-
-
-def free_order(found):
-    """The handles in the order in which they were sent."""
-    return [span.handle for span in found.prompt.spans]

@@ -27,7 +27,7 @@ _ROOM = 60
 _NAMES = [*OPTIONS]
 _PLAUSIBLE: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 0.7, 1), "top_p": (0.5, 1), "top_k": (0, 3), "seed": (0, 2**64 - 1), "stop": (["e"], [""], "e", ["\n", "x" * 999]),
-    "placement": ("system", "in_place"), "order": ("free",), "composer": ("splice", "naive", "select:packs=1", "select:packs=x", "packet"),
+    "placement": ("system", "in_place"), "composer": ("splice", "naive", "select:packs=1", "select:packs=x", "packet"),
     "tool_choice": ("any", "none", "find"), "tools": ([{"name": "find", "parameters": {}}], [{"name": ""}], [{}]), "max_tokens": (0, 1, 2),
     "keep": ("never", "always"), "keep_in": ("geo", "../x"), "timeout": (5, 0), "packs": (["kp:geo/" + "a" * 21], [""]), "thinking": (True,),
     "response_schema": (True, {}, {"type": "object"}), "scope": ("pack",), "mismatch": ("rebuild",),

@@ -27,7 +27,7 @@ DEEP = nested(3000, lambda inner: {"type": "object", "properties": {"a": inner},
         {"temperature": 1e-30, "top_p": 0.5, "top_k": 3},
         {"temperature": 1, "repetition_penalty": 1e-300},
         {"repetition_penalty": 1e-300},
-        {"stop": None, "packs": None, "order": None, "timeout": 60},
+        {"stop": None, "packs": None, "timeout": 60},
     ],
     ids=str,
 )
