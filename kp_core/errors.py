@@ -54,6 +54,7 @@ _GONE: Mapping[str, str] = {
     "deterministic": "an engine computes in one way, bit for bit where it supports 'bitwise'",
     "order": "packs stand as they are given: give them in the order of an earlier request",
     "mismatch='accept'": "'rebuild' computes packs of other numerics anew from their text",
+    "upgrade": "a request with composer='exact' computes the exact KV and keeps it",
 }
 """Options, and values of options, of earlier releases; and what to use instead."""
 

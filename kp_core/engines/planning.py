@@ -68,8 +68,8 @@ class Planner:
         *,
         tokens: int | None = None,
         learn: bool = True,
-    ) -> tuple[Plan, Learned, Plan | None]:
-        """The plan of one request; the packs to compile when the engine is idle; and the exact plan for an `upgrade`.
+    ) -> tuple[Plan, Learned]:
+        """The plan of one request, and the packs to compile when the engine is idle.
 
         The answer may take `tokens` tokens, by default as many as the request allows. Without `learn`, recognised texts
         and kept KV are not counted as met. Raises `PromptError` and its subclasses, `PackNotFoundError`
@@ -92,10 +92,8 @@ class Planner:
         turns, request, unread, choice = self._selected(turns, request, view)
         prompt = self._template.render_turns(turns, shape=request.shape, thinking=request.thinking)
         prompt = replace(prompt, unread=unread, unresolved=len(handles))
-        if request.upgrade == "background" and self._is_upgraded(prompt, request, view):
-            request = replace(request, composer=ExactComposer())
         plan, learned = self._sourced(prompt, request, view, learn=learn)
-        prompt, is_wrapped = plan.prompt, False
+        prompt = plan.prompt
         steered = self._steered(prompt, request)
         if isinstance(composer := request.composer, PacketComposer):
             composer.check(self.model)
@@ -104,7 +102,6 @@ class Planner:
                 request = replace(request, composer=ExactComposer())
                 plan, _ = self._sourced(prompt, request, view)
             elif wrapped:
-                is_wrapped = True
                 plan, _ = self._sourced(laid_out(prompt, wrapped, self._template.ends(prompt), composer), request, view)
         budget = self._budget(plan.prompt, request, tokens)
         plan = replace(plan, sampling=request.sampling, token_budget=budget, choice=choice)
@@ -112,12 +109,7 @@ class Planner:
             below, _ = self._sourced(prompt.until(steered[0].stop), request, view)
             plan = replace(plan, regions=plan_regions(plan.prompt, steered=steered), below=below)
         plan = replace(plan, kept=self._kept(plan, request, learn=learn))
-        upgrade = None
-        if request.upgrade == "background" and any(region.composer for region in plan.regions):
-            upgrade = self._exact(prompt, view, reuse=plan.reuse)
-            if not is_wrapped:  # Otherwise the parts of `kept` are positions between the composer's tokens.
-                upgrade = replace(upgrade, kept=plan.kept)
-        return plan, learned, upgrade
+        return plan, learned
 
     def _selected(
         self, turns: tuple[Turn, ...], request: Request, view: PackView | None
@@ -244,17 +236,6 @@ class Planner:
     def found(self, plan: Plan) -> int:
         """How many tokens of a prompt, from the first on, are in memory."""
         return cast("LocalEngine", self._engine).found(plan) if "cache" in self._engine.supports and plan.reuse else 0
-
-    def _exact(self, prompt: Prompt, source: PackView | None, *, reuse: bool) -> Plan:
-        """The plan that prefills `prompt` without composers."""
-        plan, _ = self._sourced(prompt, Request(reuse=reuse), source)
-        return plan
-
-    def _is_upgraded(self, prompt: Prompt, request: Request, source: PackView | None) -> bool:
-        """Whether the exact KV of a prompt, up to the end of its last pack, is in memory."""
-        if request.composer.exact or not prompt.spans:
-            return False
-        return self.found(self._exact(prompt, source, reuse=request.reuse)) >= prompt.spans[-1].stop
 
     def _budget(self, prompt: Prompt, request: Request, tokens: int | None) -> int:
         """How many tokens the answer may take. Raises `ContextOverflowError` if they do not fit after the prompt."""

@@ -33,7 +33,6 @@ __all__ = [
 
 CompiledFor: TypeAlias = Sequence[Message] | Literal["user", "system"]
 Keep: TypeAlias = Literal["used_twice", "always", "never"]
-Upgrade: TypeAlias = Literal["none", "background"]
 
 _EXACT = ExactComposer()
 _RENAMED: Mapping[str, Sequence[str]] = {
@@ -85,10 +84,6 @@ ABOUT: Mapping[str, str] = {
         "The namespace of this conversation, where KV behind its own words is kept. By default the view's only "
         "namespace; with several, such KV is not kept."
     ),
-    "upgrade": (
-        "`background`: what an approximate composer made is computed exactly when the engine is idle, for the next "
-        "request with these packs. `none` (default) leaves it."
-    ),
     "mismatch": (
         "What to do with a pack that another model made, or the same one in other numerics: `error`, or `rebuild` it "
         "from its text."
@@ -119,7 +114,6 @@ _CHOICES = {
     "mismatch": get_args(Mismatch),
     "unresolved": get_args(Unresolved),
     "keep": get_args(Keep),
-    "upgrade": get_args(Upgrade),
 }
 PER_CALL = ("tools", "tool_choice", "parallel_tool_calls", "response_schema", "reuse")
 """Options that only a call has. All others but those of the core are settings of a model, too."""
@@ -142,7 +136,6 @@ class Request(Sampling):
     composer: Composer = _EXACT
     keep: Keep = "used_twice"
     keep_in: str | None = None
-    upgrade: Upgrade = "none"
     mismatch: Mismatch = "error"
     unresolved: Unresolved = "warn"
     steering: AskedSteering | None = None

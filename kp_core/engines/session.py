@@ -73,7 +73,6 @@ Job: TypeAlias = Callable[[], Iterable[object] | None]
 """Background work: a function that does all of it at once, or returns an iterable that does one piece at each step."""
 
 _MOST_JOBS = 64  # Background jobs that may wait.
-_STEP_TOKENS = 512  # Tokens of one step of background work.
 _PACED = 256  # Shorter prefills do not count for the pace, because the fixed cost of a pass dominates them.
 
 
@@ -386,7 +385,7 @@ class Session(Shared):
         forced: tuple[int, ...] = (),
         learn: bool = True,
     ) -> Plan:
-        plan, learned, upgrade = self._planner.plan(messages, request, tokens=tokens, learn=learn)
+        plan, learned = self._planner.plan(messages, request, tokens=tokens, learn=learn)
         grammar, opened = grammar_of(self.template, self.tokenizer, plan.prompt, request)
         sources = {region.source for region in plan.regions}
         self._need("steer", "steering", needed="steered" in sources)
@@ -396,17 +395,7 @@ class Session(Shared):
             if ("composed" in sources or plan.prompt.unread) and not plan.choice:
                 self.calibrations.warn(plan, request.composer, request.view)
             self._compile(learned, request)
-            if upgrade is not None:
-                with suppress(BusyError):  # The next such request tries again.
-                    self.when_idle(partial(self._prefill_steps, upgrade))
         return replace(plan, grammar=grammar, opened=opened, forced=forced)
-
-    def _prefill_steps(self, plan: Plan) -> Iterator[None]:
-        """Prefill `plan` in short steps, for one of which a request that arrives meanwhile waits."""
-        for stop in range(_STEP_TOKENS, len(plan.prompt) + _STEP_TOKENS, _STEP_TOKENS):
-            for _token in self.engine.run(plan.until(stop)):
-                pass
-            yield
 
     def _start(self, plan: Plan, limit: Limit) -> TokenStream:
         stream = self.engine.run(plan)

@@ -44,7 +44,6 @@ VALUES = {
     "composer": lambda _: NaiveComposer(),
     "keep": lambda _: "always",
     "keep_in": lambda _: "open",
-    "upgrade": lambda _: "background",
     "mismatch": lambda _: "rebuild",
     "unresolved": lambda _: "error",
     "steering": lambda _: engine().make_steering(PAIRS, progress=False),
@@ -174,6 +173,7 @@ def test_what_is_no_option_of_an_adapter(adapter, name, store):
     ("name", "instead"),
     [
         ("absorb", "Did you mean 'compact'"),
+        ("upgrade", "It is gone in 0.3; a request with composer='exact'"),
         ("order", "It is gone in 0.3; packs stand as they are given"),
         ("foreign", "Did you mean 'mismatch'"),
         ("co_compile", "It is gone in 0.3; `keep='always'`"),

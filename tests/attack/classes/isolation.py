@@ -137,7 +137,6 @@ def attack(folder: Path) -> Iterator[Case]:
         """Ways to ask about a pack of `space`, and what others send who guess so much of its text."""
         first, before = handles[space][0], draw.choice(("", "Of old: ", "Of old.", "Of old:\n"))
         behind, squash_above, is_talk = draw.choice((f"\n\n{first}", "")), draw.choice((0.0, 9.0)), draw.random() < 0.5
-        upgrade = draw.choice(("background", "none"))
         composer, scope = draw.choice(("exact", "splice", "naive", Firsts(0.5))), draw.choice(("pack", "prompt"))
         options = {"view": store.view(space), "max_tokens": 3, "keep": draw.choice(("used_twice", "always", "never"))}
 
@@ -146,7 +145,7 @@ def attack(folder: Path) -> Iterator[Case]:
 
         def second(pack: KnowledgePack) -> None:
             said = f"{first}\n\n{store.put(pack)}\n\nWho?"
-            engine.generate(said, composer=composer, upgrade=upgrade, **options)
+            engine.generate(said, composer=composer, **options)
             engine.when_idle(lambda: None).result(60)
 
         def as_text(pack: KnowledgePack) -> None:

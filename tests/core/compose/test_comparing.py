@@ -3,11 +3,8 @@
 import logging
 
 import pytest
-import torch
 
 from kp_core import PackStore, compare_composers
-from kp_core.errors import OptionError
-from kp_core.packs.pack import common_length
 from tests.composers import Firsts
 from tests.conftest import tiny_engine
 
@@ -48,21 +45,3 @@ def test_exact_composition_warns_of_nothing(isles, caplog):
     engine.prefill(ask("What?"), **request)
     engine.prefill(ask("What?"), **request, composer=Firsts(1))
     assert not caplog.text
-
-
-def test_an_answer_is_made_good_when_the_engine_is_idle(isles):
-    engine, request, ask = isles
-    options = {**request, "composer": "splice", "upgrade": "background"}
-    first = engine.prefill(ask("Which?"), **options)
-    assert first.usage.approximate_tokens > 0
-    engine.when_idle(lambda: None).result(60)  # Jobs are done in order.
-    second = engine.prefill(ask("And who?"), **options)
-    assert second.usage.approximate_tokens == 0
-    same = common_length(first.prompt.token_ids, second.prompt.token_ids)
-    assert second.usage.computed_tokens == len(second.prompt) - same < len(second.prompt) - first.prompt.spans[-1].stop
-    oracle = engine.prefill(ask("And who?"), **request, reuse=False)
-    assert torch.equal(second.logits, oracle.logits)
-    # Without being asked to, nothing is made good.
-    assert engine.prefill(ask("Which?"), **request, composer="splice").usage.approximate_tokens > 0
-    with pytest.raises(OptionError, match="Got upgrade='later'"):
-        engine.prefill(ask("Which?"), **request, upgrade="later")

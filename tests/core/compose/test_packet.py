@@ -147,15 +147,6 @@ def test_packs_that_go_as_text_keep_their_owners_behind_wrapped_ones(isles):
     assert (text.start, text.stop) in owned
 
 
-def test_an_answer_over_packets_is_made_exact_when_idle(isles):
-    engine, _, options, question = isles
-    assert engine.prefill(question, **options, upgrade="background").usage.approximate_tokens > 0
-    engine.when_idle(lambda: None).result(60)
-    found = engine.prefill(question, **options, upgrade="background")
-    assert found.usage.approximate_tokens == 0
-    assert torch.equal(found.logits, engine.prefill(question, **plain(options), reuse=False).logits)
-
-
 def test_explain_and_the_limit_count_soft_tokens(isles):
     engine, _, options, question = isles
     told = engine.explain(question, **options, max_tokens=1)
