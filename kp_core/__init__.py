@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from kp_core.engines.calibration import (
         Calibration,
         CalibrationQuestion,
-        Comparison,
         calibrate_composers,
-        compare_composers,
     )
     from kp_core.engines.hf.loading import bundled_model
     from kp_core.engines.local.tree import PrefixTree
@@ -58,7 +56,6 @@ __all__ = [
     "CalibrationQuestion",
     "ChatTemplate",
     "ChromaFactStore",
-    "Comparison",
     "Composer",
     "Delta",
     "Embedder",
@@ -103,7 +100,6 @@ __all__ = [
     "bundled_embedder",
     "bundled_model",
     "calibrate_composers",
-    "compare_composers",
     "find_handles",
     "load_engine",
     "strip_handles",
@@ -114,7 +110,7 @@ _PLACES = {
     "bundled": "bundled_embedder",
     "compose": "AutoComposer Composer ExactComposer NaiveComposer PacketComposer SelectComposer SpliceComposer",
     "engines.base": "Engine TokenStream",
-    "engines.calibration": "Calibration CalibrationQuestion Comparison calibrate_composers compare_composers",
+    "engines.calibration": "Calibration CalibrationQuestion calibrate_composers",
     "engines.hf.loading": "bundled_model",
     "engines.local.tree": "PrefixTree",
     "engines.reading": "AsyncStream Generation Stream Usage",

@@ -45,7 +45,6 @@ __all__ = [
     "UnsupportedModelError",
     "UnsupportedRequestError",
     "WrapperError",
-    "gone",
 ]
 
 _GONE: Mapping[str, str] = {

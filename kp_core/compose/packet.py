@@ -41,7 +41,7 @@ class PacketComposer(SpliceComposer):
     Header, pack and trailer are compiled behind the prefix of the pack, once for each wrapper, and stored. At use they
     are copied and their keys rotated, without a forward pass. Soft tokens take positions of the prompt, and count as
     approximate like their packs. A pack behind the prefix it was compiled for is exact and has no soft tokens.
-    Approximate, and best on the kind of text that the wrapper was trained on: measure with `compare_composers` before
+    Approximate, and best on the kind of text that the wrapper was trained on: measure with `kp calibrate` before
     you use it. Raises `WrapperError` for tensors of another shape, and for values that are not finite.
     """
 

@@ -20,8 +20,7 @@ class SpliceComposer:
 
     Packs were compiled behind the template's prefix, which is not copied: the prompt keeps one attention sink, its own
     beginning. Packs do not see each other; the question sees them all. The cost is a copy of the tokens. Tokens between
-    packs are computed in the pass of the tokens behind them. Approximate: measure with `compare_composers` before you
-    use it.
+    packs are computed in the pass of the tokens behind them. Approximate: measure with `kp calibrate` first.
     """
 
     exact = False

@@ -1,7 +1,4 @@
-"""Measures composers, keeps the result beside the packs, and chooses a request's composer by it.
-
-`calibrate_composers` counts right answers, `compare_composers` compares with exact composition on prompts of your own.
-"""
+"""Measures composers by right answers, keeps the result beside the packs, and chooses a request's composer by it."""
 
 from __future__ import annotations
 
@@ -23,16 +20,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from kp_core.compose import AutoComposer, Composer, ExactComposer, PacketComposer, SelectComposer, composer_of
 from kp_core.errors import KnowledgePackError, OptionError, PackError
-from kp_core.packs.pack import common_length
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackView
 from kp_core.plan import Plan
 from kp_core.progress import bar_of
-from kp_core.prompt.conversation import Message
 
 if TYPE_CHECKING:
     from kp_core.engines.session import Session
@@ -42,10 +35,8 @@ __all__ = [
     "CalibrationQuestion",
     "CalibrationRow",
     "Calibrations",
-    "Comparison",
     "blob_key",
     "calibrate_composers",
-    "compare_composers",
     "enough_of",
 ]
 
@@ -62,26 +53,6 @@ SHIPPED = Path(__file__).parents[1] / "calibrations"
 
 _WORDS = re.compile(r"\w+")
 _ARTICLES = {"a", "an", "the"}
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One composer on one prompt, compared with exact composition of the same token ids."""
-
-    composer: str
-    kl: float
-    """KL divergence of the first token's distribution from the exact one, KL(exact || composer), in nats."""
-    same: bool
-    """Whether both greedy answers have the same tokens."""
-    agreement: float
-    """Share of the exact answer before the first token that differs."""
-    ttft_s: float
-    """Seconds to the first token, with nothing of the prompt in memory."""
-    exact_ttft_s: float
-    """The same for exact composition."""
-    computed_tokens: int
-    approximate_tokens: int
-    unread_packs: int
 
 
 @dataclass(frozen=True)
@@ -451,56 +422,3 @@ def contains(said: str, expected: str) -> bool:
     mine, theirs = (" ".join(word for word in _WORDS.findall(text.lower()) if word not in _ARTICLES)
                     for text in (said, expected))  # fmt: skip
     return f" {theirs} " in f" {mine} "
-
-
-def compare_composers(
-    session: Session,
-    messages: Sequence[Message] | str,
-    composers: Sequence[Composer | str] = ("splice", "select"),
-    *,
-    max_tokens: int = 24,
-    **options: Any,  # noqa: ANN401 - of `Request`
-) -> tuple[Comparison, ...]:
-    """Compare each of `composers` with exact composition.
-
-    Each answers `messages` greedily, with at most `max_tokens` tokens, and times are those of a first use: KV in memory
-    that is not in use is dropped, and KV that the store keeps is not read. Raises as `Session.generate`.
-    """
-    # The first request has one-time costs that belong to no composer.
-    session.prefill(messages, **options | {"composer": ExactComposer(), "keep": "never"})
-
-    def answer(composer: Composer | str) -> Any:  # noqa: ANN401
-        session.clear_cache()
-        resolved = composer_of(composer) if isinstance(composer, str) else composer
-        answer_options = options | {"composer": resolved, "max_tokens": max_tokens}
-        # Wrapped packs are compiled once and kept, as packs are.
-        return session.generate(
-            messages, **answer_options if isinstance(resolved, PacketComposer) else answer_options | {"keep": "never"}
-        )
-
-    exact = answer(ExactComposer())
-    comparisons = []
-    for composer in composers:
-        candidate = answer(composer)
-        comparisons.append(
-            Comparison(
-                composer if isinstance(composer, str) else composer.key,
-                _divergence(exact.logits, candidate.logits),
-                exact.token_ids == candidate.token_ids,
-                common_length(exact.token_ids, candidate.token_ids) / max(len(exact.token_ids), 1),
-                candidate.usage.ttft_s,
-                exact.usage.ttft_s,
-                candidate.usage.computed_tokens,
-                candidate.usage.approximate_tokens,
-                candidate.usage.unread_packs,
-            )
-        )
-    session.clear_cache()
-    return tuple(comparisons)
-
-
-def _divergence(exact: Tensor | None, found: Tensor | None) -> float:
-    if exact is None or found is None:
-        return float("nan")
-    expected, approximate = (logits.double().log_softmax(dim=-1) for logits in (exact, found))
-    return float((expected.exp() * (expected - approximate)).sum())
