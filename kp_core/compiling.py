@@ -51,9 +51,9 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     """Compile `facts` into `store` for the position `compiled_for`; returns the handles of their packs.
 
     A fact without a namespace goes to `namespace`. Each pack is stored as soon as it is compiled, and packs already
-    stored for this model and position are skipped. `lazy` packs are computed on first use. A text too short to have a token of its
-    own, or too long for the model, has no pack: its handle is `None`, and a warning names it. A fact for which
-    `is_current` is false when its pack is written, because it was deleted meanwhile, has none either. Raises
+    stored for this model and position are skipped. `lazy` packs are computed on first use. A text too short to have a
+    token of its own, or too long for the model, has no pack: its handle is `None`, and a warning names it. A fact for
+    which `is_current` is false when its pack is written, because it was deleted meanwhile, has none either. Raises
     `PackError` for an unknown `compress`.
     """
     check_compression(compress)
