@@ -226,7 +226,7 @@ def _closed(schema: Any, root: str, key: str = "") -> Any:  # noqa: ANN401 - a p
         for name, member in schema.items()
         if name not in _SAID and (name != "format" or member in _FORMATS)
     }
-    _bound_by_zero(closed)
+    _exclude_bounds(closed)
     if "properties" in closed and "allOf" not in closed and key != "allOf":
         if len(choices) == 1 and all(map(_is_part, closed[choices[0]])):
             _close_members(closed, choices[0])
@@ -258,17 +258,19 @@ def _close_members(schema: dict[str, Any], name: str) -> None:
         schema["anyOf"] = schema.pop(name)
 
 
-def _bound_by_zero(schema: dict[str, Any]) -> None:
-    """Replace an excluded zero beside a bound below one: there, llguidance allows the zero itself."""
+def _exclude_bounds(schema: dict[str, Any]) -> None:
+    """Replace an excluded whole bound that lies within one of the other bound: there, llguidance allows it itself."""
     for excluded, included, others, sign in (
         ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
         ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
     ):
-        limits = [sign * schema[name] for name in others if isinstance(schema.get(name), int | float)]
-        zero = schema.get(excluded)
-        if limits and 0 < min(limits) < 1 and zero == 0 and zero is not False:
+        bound = schema.get(excluded)
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or not float(bound).is_integer():
+            continue
+        gaps = [sign * (schema[name] - bound) for name in others if isinstance(schema.get(name), int | float)]
+        if gaps and 0 < min(gaps) < 1:
             del schema[excluded]
-            schema[included] = sign * min(1e-6, min(limits) / 1000)
+            schema[included] = bound + sign * min(1e-6, min(gaps) / 1000)
 
 
 def _literals(text: str, form: ToolFormat, token: Callable[[str], int | None]) -> str:

@@ -37,6 +37,8 @@ NUMBERS = {
     "negative": number(exclusiveMaximum=0),
     "loss": number(exclusiveMinimum=-1, exclusiveMaximum=0),
     "small": number(exclusiveMinimum=0, maximum=1e-9),
+    "narrow": number(exclusiveMinimum=150, exclusiveMaximum=150.25),
+    "below": number(minimum=-3.5, exclusiveMaximum=-3),
     "sevens": number("integer", multipleOf=7, minimum=1),
     "hours": number("integer", multipleOf=3600, minimum=1),
     "prime": number("integer", multipleOf=997, exclusiveMinimum=0),
@@ -84,7 +86,7 @@ def fits(value, part):
 
 
 LOWS = [{}, *({key: low} for key in ("minimum", "exclusiveMinimum") for low in (-90, -0.25, 0, 1e-4, 1, 150))]
-HIGHS = [{}, *({key: high} for key in ("maximum", "exclusiveMaximum") for high in (-1, 0, 5e-3, 0.75, 1, 180))]
+HIGHS = [{}, *({key: high} for key in ("maximum", "exclusiveMaximum") for high in (-1, 0, 5e-3, 0.75, 1, 150.25, 180))]
 STEPS = [{}, *({"multipleOf": step} for step in (1, 7, 60, 256, 3600, 0.5, 0.1, 0.01))]
 KINDS = [
     {"type": kind, **low, **high, **step}
