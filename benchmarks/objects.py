@@ -35,7 +35,7 @@ from benchmarks.ttft import knowledge
 from kp_core import KnowledgePack, PackStore, Session, load_engine
 from kp_core.errors import PackError
 from kp_core.packs.objects import ObjectBlobs
-from kp_core.testing import tiny_model, tiny_tokenizer
+from tests.kits import tiny_model, tiny_tokenizer
 
 __all__ = ["main", "run", "under_faults"]
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kp_core import KVTensors, bundled_model, load_engine
 from kp_core.engines.hf import model as hf_model
 from kp_core.engines.hf.loading import best_dtype
-from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
+from tests.kits import CHATML, tiny_model, tiny_tokenizer
 
 DEMO = Path(__file__).parents[1] / "cookbooks" / "demo"
 DATA = Path(os.environ.get("KP_DATA") or Path(__file__).parents[1] / ".." / "shared" / "data")

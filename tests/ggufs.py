@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, MambaForCausalLM
 
-from kp_core.testing import tiny_model, tiny_tokenizer
+from tests.kits import tiny_model, tiny_tokenizer
 
 
 def write_gguf(path, seed=0, kind=gguf.GGMLQuantizationType.Q8_0):

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from kp_core.testing import ARCHITECTURES
+from tests.kits import ARCHITECTURES
 
 EXAMPLES = int(os.environ.get("KP_EXAMPLES") or 5)
 """What hypothesis tries of each law; `make test-nightly` tries more."""

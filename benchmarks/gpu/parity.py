@@ -10,7 +10,7 @@ the same engine with nothing reused:
 - `select`: one of two packs, chosen by attention, compared with the text of that one.
 - `steered`: a steered prompt that is read from the tree, compared with the same computed anew.
 - `generate`: plain `model.generate` on the device. `cpu`: plain transformers in float32 on the CPU; logits alone.
-- composers: `right`, if all rules of `kp_core.testing.check_composer` hold.
+- composers: `right`, if all rules of `tests.kits.check_composer` hold.
 
 `bits`: the same logits, bit for bit, and the same tokens. A number: the same tokens, and the relative error of the
 first logits. `DIFFERS`: other tokens in float32, or an error above 1e-4 in float32 and 0.1 elsewhere. In shorter dtypes
@@ -34,7 +34,7 @@ from kp_core.compose import ExactComposer, NaiveComposer, SpliceComposer
 from kp_core.engines.hf.replay import PLAIN_PASSES
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
-from kp_core.testing import ARCHITECTURES, check_composer, tiny_model, tiny_tokenizer
+from tests.kits import ARCHITECTURES, check_composer, tiny_model, tiny_tokenizer
 from tests.parity.families import QUICK, model_of
 
 __all__ = ["run"]

@@ -42,7 +42,7 @@ from benchmarks.floor import Floor
 from benchmarks.gpu.report import Report, synchronise
 from kp_core import KnowledgePack, PackStore, Session, load_engine
 from kp_core.engines.local.engine import LocalEngine
-from kp_core.testing import tiny_tokenizer
+from tests.kits import tiny_tokenizer
 
 __all__ = ["LARGE", "SHAPES", "fitting", "run", "seconds_of"]
 

@@ -8,8 +8,9 @@ import warnings
 from pathlib import Path
 
 import kp_core
+from benchmarks.steering_range import calibrate, likeness
 from kp_core.errors import SteeringError
-from kp_core.steering import calibrate, likeness, load_steering, preset, save_steering
+from kp_core.steering import load_steering, preset, save_steering
 
 FACTS = (
     "Veyl is a harbour town on the isle of Orrelay. Its lighthouse was built in 1887 by Maren Holt. "

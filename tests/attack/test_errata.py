@@ -9,8 +9,8 @@ from kp_core.errors import PackError
 from kp_core.facts import Fact, MemoryFactStore
 from kp_core.packs.pack import Correction, Edits, root_of
 from kp_core.packs.view import Packs
-from kp_core.testing import HashEmbedder
 from tests.conftest import tiny_engine
+from tests.kits import HashEmbedder
 from tests.serve.gate import server
 
 __all__ = ["server"]

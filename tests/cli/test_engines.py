@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kp_core import Handle, PackStore
-from kp_core.testing import tiny_tokenizer
 from tests.cli.conftest import FACTS, Kp, as_json
 from tests.cli.engines import tiny
+from tests.kits import tiny_tokenizer
 from tests.parity.families import model_of
 
 TINY = ("--engine", "tests.cli.engines:tiny")

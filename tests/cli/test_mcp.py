@@ -12,9 +12,9 @@ from kp_cli.mcp import memory_server
 from kp_core import Fact, MemoryFactStore, PackStore
 from kp_core.delivery import Delivery
 from kp_core.packs.handle import Handle, find_handles
-from kp_core.testing import HashEmbedder
 from tests.cli.conftest import ENVIRONMENT, kp  # noqa: F401 - a fixture
 from tests.conftest import roomy_engine
+from tests.kits import HashEmbedder
 
 pytest.importorskip("mcp")
 from mcp import Client, StdioServerParameters

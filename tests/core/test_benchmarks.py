@@ -36,7 +36,7 @@ from benchmarks import (
 from benchmarks import figures as drawing
 from benchmarks.synthetic import synthetic
 from kp_core.edit import replaced
-from kp_core.testing import tiny_tokenizer
+from tests.kits import tiny_tokenizer
 
 
 def data(name: str) -> str:

@@ -19,11 +19,11 @@ from kp_core import PackStore, load_engine, pickling
 from kp_core.errors import ModelError, PackError
 from kp_core.facts import ChromaFactStore, Fact, MemoryFactStore
 from kp_core.facts.embed import SentenceTransformerEmbedder
-from kp_core.testing import HashEmbedder, tiny_model, tiny_tokenizer
 from kp_langchain import ChatKnowledgePacks
 from kp_langchain import KnowledgePackRetriever as LangChainRetriever
 from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor
 from kp_llamaindex import KnowledgePackRetriever as LlamaIndexRetriever
+from tests.kits import HashEmbedder, tiny_model, tiny_tokenizer
 
 TEXT = "The gate of the harbour is green and old, and nobody knows who painted it."
 KINDS = (

@@ -36,9 +36,9 @@ from kp_core.errors import FactError, HandleError, OptionError, PackError, Templ
 from kp_core.events import subscribe
 from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.template import ChatTemplate
-from kp_core.testing import CHATML, HashEmbedder, tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine, until
 from tests.core.packs.made import rounded_file
+from tests.kits import CHATML, HashEmbedder, tiny_model, tiny_tokenizer
 
 FACTS = [
     Fact(f"Part {number} of {source or 'nothing'}.", source=source, namespace=namespace)
@@ -433,7 +433,7 @@ _DELETES = """
 import sys
 from kp_core import ChromaFactStore, PackStore
 from kp_core.delivery import Delivery
-from kp_core.testing import HashEmbedder
+from tests.kits import HashEmbedder
 
 made = Delivery(ChromaFactStore(f"{sys.argv[1]}/facts", HashEmbedder()), None, PackStore(f"{sys.argv[1]}/packs"))
 assert made.delete(where={"kp:source": "a.md"})

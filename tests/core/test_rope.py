@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, CohereConfig, LlamaConfig, Phi3Co
 from kp_core import KVTensors, load_engine
 from kp_core.errors import PackError, UnsupportedRequestError
 from kp_core.rope import Rope
-from kp_core.testing import ARCHITECTURES, tiny_model, tiny_tokenizer
-from kp_core.testing.models import _COMMON
+from tests.kits import ARCHITECTURES, tiny_model, tiny_tokenizer
+from tests.kits.models import _COMMON
 
 GROUPED = _COMMON | {"num_key_value_heads": 2}
 SCALED = {

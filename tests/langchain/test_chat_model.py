@@ -20,10 +20,10 @@ from kp_core.errors import (
     SamplingError,
     ToolError,
 )
-from kp_core.testing import tiny_model
 from kp_langchain import ChatKnowledgePacks, to_messages
 from tests.conftest import tiny_engine, until
 from tests.core.prompt.families import FAMILIES
+from tests.kits import tiny_model
 
 CHAT = [SystemMessage("Be brief."), HumanMessage("Name a colour.")]
 

@@ -5,9 +5,9 @@ from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
 from langchain_core.runnables import RunnablePassthrough
 
 from kp_core import Fact, MemoryFactStore, PackStore
-from kp_core.testing import HashEmbedder
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever
 from tests.conftest import tiny_engine
+from tests.kits import HashEmbedder
 
 TEXT = "The mill of Veyl has four sails."
 

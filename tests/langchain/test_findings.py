@@ -9,7 +9,6 @@ from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage
 
 from kp_core import Fact, MemoryFactStore, PackStore, find_handles, load_engine
-from kp_core.testing import tiny_model, tiny_tokenizer
 from kp_langchain import (
     ChatKnowledgePacks,
     KnowledgePackRetriever,
@@ -19,6 +18,7 @@ from kp_langchain import (
 )
 from kp_langchain.middleware import KnowledgePackMiddleware
 from tests.conftest import roomy_engine, tiny_engine
+from tests.kits import tiny_model, tiny_tokenizer
 from tests.llamaindex.conftest import LetterEmbedder
 
 

@@ -16,11 +16,11 @@ from langgraph.store.memory import InMemoryStore
 from kp_core import ChromaFactStore, Fact, Handle, MemoryFactStore, PackStore, find_handles
 from kp_core.errors import FactError, PackError
 from kp_core.packs.handle import check_namespace
-from kp_core.testing import HashEmbedder
 from kp_langchain import ChatKnowledgePacks
 from kp_langchain.middleware import KnowledgePackMiddleware
 from kp_langchain.store import KnowledgePackStore, PackItem, namespace_of
 from tests.conftest import roomy_engine, until
+from tests.kits import HashEmbedder
 
 LABEL = st.text(st.characters(codec="utf-8", exclude_characters=".\0"), min_size=1)
 NEAR = st.text("ab-_5f2dA é", min_size=1, max_size=5)  # Letters that an encoding could take for its own.

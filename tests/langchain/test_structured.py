@@ -9,10 +9,10 @@ from langchain_core.tools import StructuredTool, tool
 from pydantic import BaseModel, Field
 
 from kp_core.errors import ToolError
-from kp_core.testing import CHATML
 from kp_langchain import ChatKnowledgePacks
 from kp_langchain.chat_model import response_schema
 from tests.conftest import tiny_engine
+from tests.kits import CHATML
 
 
 class Person(BaseModel):

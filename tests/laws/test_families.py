@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 
 from kp_core import load_engine
-from kp_core.testing import tiny_tokenizer
+from tests.kits import tiny_tokenizer
 from tests.laws.test_one_arithmetic import ALONG, LONG, check, quick, talks, ways
 from tests.parity.families import model_of
 

@@ -25,8 +25,8 @@ from kp_core.errors import (
     UnsupportedRequestError,
 )
 from kp_core.packs.handle import Handle
-from kp_core.testing import check_engine
 from tests.ggufs import write_recurrent, write_windowed
+from tests.kits import check_engine
 from tests.llama import process as processes
 from tests.llama.conftest import load, process
 from tests.llama.process import QUESTION, TEXTS

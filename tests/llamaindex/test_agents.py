@@ -12,9 +12,9 @@ from llama_index.core.workflow import Context, JsonSerializer
 from workflows.context.state_store import UnserializableKeyWarning
 
 from kp_core import Handle, PackStore, find_handles, load_engine
-from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 from kp_llamaindex import KnowledgePackLLM, to_messages
 from tests.core.tools.test_tools import PARIS, Repeats
+from tests.kits import CHATML, tiny_model, tiny_tokenizer
 from tests.llamaindex.conftest import QUESTION
 
 FLAG = "The flag of the Orrelay Isles shows a grey heron on a field of blue, and below it three silver rings."

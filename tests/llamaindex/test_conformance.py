@@ -3,9 +3,9 @@
 import pytest
 from llama_index.core.llms import MockLLM
 
-from kp_core.testing import CHATML
 from kp_llamaindex import KnowledgePackLLM
 from tests.conftest import bundled_dtypes, tiny_engine
+from tests.kits import CHATML
 from tests.llamaindex.suite import CHECKS, Subject, run_suite
 from tests.llamaindex.suite.__main__ import main
 

@@ -15,9 +15,9 @@ from llama_index.core.schema import TextNode
 from llama_index.core.tools import QueryEngineTool, ToolMetadata
 
 from kp_core import PackStore, find_handles, load_engine
-from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor, NumberSources, pack_place
 from tests.conftest import tiny_engine
+from tests.kits import CHATML, tiny_model, tiny_tokenizer
 from tests.llamaindex.conftest import QUESTION, CountingEmbedding
 
 MODES = [

@@ -12,10 +12,10 @@ from pydantic import BaseModel, Field
 
 from kp_core import Delta, ToolCallDelta, load_engine
 from kp_core.errors import ToolError
-from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 from kp_llamaindex import KnowledgePackLLM, to_messages
 from kp_llamaindex.messages import PartialAnswer, to_completion
 from tests.conftest import tiny_engine
+from tests.kits import CHATML, tiny_model, tiny_tokenizer
 
 
 class Bird(BaseModel):

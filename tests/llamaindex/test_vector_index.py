@@ -10,9 +10,9 @@ from llama_index.core.vector_stores import MetadataFilter, MetadataFilters
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from kp_core import Handle, load_engine
-from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor
 from tests.conftest import tiny_engine, until
+from tests.kits import CHATML, tiny_model, tiny_tokenizer
 from tests.llamaindex.conftest import QUESTION, CountingEmbedding
 
 SPLIT = [SentenceSplitter(chunk_size=64, chunk_overlap=0)]

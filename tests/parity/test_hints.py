@@ -10,7 +10,6 @@ from llama_index.core.schema import TextNode
 
 from kp_core import Fact, MemoryFactStore
 from kp_core.errors import FactError, HandleError, ModelError, OptionError, PackError
-from kp_core.testing import HashEmbedder
 from kp_langchain import (
     ChatKnowledgePacks,
     KnowledgePackRetriever,
@@ -23,6 +22,7 @@ from kp_langchain.store import KnowledgePackStore
 from kp_llamaindex import KnowledgePackLLM, KnowledgePackMemoryBlock, KnowledgePackPostprocessor
 from kp_llamaindex import KnowledgePackRetriever as LlamaRetriever
 from tests.conftest import tiny_engine
+from tests.kits import HashEmbedder
 
 TEXT = "The mill of Veyl has four sails."
 

@@ -15,7 +15,7 @@ from kp_core.engines.hf.unloaded import rope_of
 from kp_core.errors import UnsupportedRequestError
 from kp_core.packs.handle import find_handles
 from kp_core.steering import Steering
-from kp_core.testing import tiny_tokenizer
+from tests.kits import tiny_tokenizer
 from tests.parity.families import (
     NOT_RUN,
     ONE_BY_ONE,

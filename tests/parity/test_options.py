@@ -14,10 +14,10 @@ from kp_core.engines.planning import Planner
 from kp_core.engines.request import ABOUT, OF_THE_CORE, OPTIONS, PER_CALL
 from kp_core.errors import OptionError, PromptError, SamplingError
 from kp_core.settings import CALL_OPTIONS, MODEL_OPTIONS
-from kp_core.testing import CHATML
 from kp_langchain import ChatKnowledgePacks
 from kp_llamaindex import KnowledgePackLLM
 from tests.conftest import tiny_engine
+from tests.kits import CHATML
 from tests.parity.test_seams import FixedEngine
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"

@@ -14,7 +14,7 @@ from kp_core.engines.hf.kinds import kind_of
 from kp_core.engines.hf.model import CausalModel
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
 from kp_core.steering import Steering
-from kp_core.testing import tiny_tokenizer
+from tests.kits import tiny_tokenizer
 from tests.parity.families import model_of
 from tests.parity.test_models import DTYPES, PAIRS, ask, letters
 

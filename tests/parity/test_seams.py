@@ -8,10 +8,10 @@ from pydantic import ValidationError
 
 from kp_core import Handle, ModelFingerprint, NaiveComposer, Packs, PackStore, Session, SpliceComposer, TokenStream
 from kp_core.errors import FingerprintMismatchError, ModelError, OptionError, UnsupportedRequestError
-from kp_core.testing import tiny_tokenizer
 from kp_langchain import ChatKnowledgePacks
 from kp_llamaindex import KnowledgePackLLM
 from tests.conftest import tiny_engine
+from tests.kits import tiny_tokenizer
 
 FACTS = ("The mill of Veyl has four sails.", "The coin of Orrelay is a ninth.")
 ADAPTERS = {"langchain": ChatKnowledgePacks, "llamaindex": KnowledgePackLLM}

@@ -9,7 +9,6 @@ import pytest
 from benchmarks import s3server
 from kp_core import PackStore, find_handles, load_engine, strip_handles
 from kp_core.facts import ChromaFactStore
-from kp_core.testing import HashEmbedder
 from kp_serve.answers import Answer
 from kp_serve.engine import VLLMEngine
 from kp_serve.stored import StoredKV
@@ -17,6 +16,7 @@ from tests.attack.trouble import full_disk
 from tests.conftest import tiny_engine, until
 from tests.core.engines.test_forks import in_child
 from tests.core.prompt.test_template import GUARD, SYSTEM_FIRST, TWO_ROLES
+from tests.kits import HashEmbedder
 from tests.serve.gate import Served, address, events_of, listening, server
 from tests.serve.test_serving import TEXT, read, served
 

@@ -15,12 +15,12 @@ from kp_core.errors import PackError, UnsupportedRequestError
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
 from kp_core.rope import Rope
-from kp_core.testing import tiny_model, tiny_tokenizer
 from kp_serve.asked import asked, digest_of, moved_packs
 from kp_serve.preparing import laid_steps
 from kp_serve.rights import Rights, salt_of
 from kp_serve.stored import KeptPart, PackPart, StoredKV, StoredRun
 from tests.conftest import tiny_engine
+from tests.kits import tiny_model, tiny_tokenizer
 from tests.parity.families import model_of
 from tests.serve.gate import remote, server
 from tests.serve.test_serving import KEY, TEXT, read, served

@@ -14,8 +14,8 @@ from kp_cli.app import run
 from kp_cli.play.world import SAMPLE, World
 from kp_core import load_engine
 from kp_core.errors import ModelError, UnsupportedModelError
-from kp_core.testing import HashEmbedder
 from tests.conftest import DEMO
+from tests.kits import HashEmbedder
 
 COIN = "The coin of the Orrelay Isles is the tallin, a square piece of bronze with a round hole in it.\n" * 2
 

@@ -20,11 +20,11 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from kp_core import ChromaFactStore, Fact, MemoryFactStore
 from kp_core.errors import FactError
 from kp_core.facts.filters import predicate
-from kp_core.testing import HashEmbedder
 from tests.attack.harness import Case, LostError, WrongError, refused
 from tests.attack.machines import StoreMachine, walk
 from tests.attack.mutate import text, value
 from tests.attack.trouble import full_disk
+from tests.kits import HashEmbedder
 
 SHORT = 10
 

@@ -23,11 +23,11 @@ from kp_core.errors import PackCorruptError
 from kp_core.facts import ChromaFactStore
 from kp_core.packs.file import encode_pack, read_pack
 from kp_core.steering import load_steering, save_steering
-from kp_core.testing import HashEmbedder
 from tests.attack.harness import Case, LostError, WrongError, refused
 from tests.attack.mutate import damaged, text, warped
 from tests.core.packs.made import FINGERPRINT, files_of, make_pack, rebuild, same
 from tests.core.packs.test_file import DATA, PACKS
+from tests.kits import HashEmbedder
 
 SHORT = 75
 

@@ -17,11 +17,11 @@ from typing import Any
 from kp_core import Generation, KnowledgePack, KnowledgePackError, PackStore, PackView, Session
 from kp_core.edit import amend
 from kp_core.errors import PackNotFoundError
-from kp_core.testing import CHATML
 from tests.attack.harness import Case, LostError, WrongError
 from tests.composers import Firsts
 from tests.conftest import tiny_engine
 from tests.core.packs.made import make_pack, same
+from tests.kits import CHATML
 
 SHORT = 6
 

@@ -16,11 +16,11 @@ from mcp import Client
 from kp_cli.mcp import memory_server
 from kp_core import Fact, MemoryFactStore, PackStore, find_handles
 from kp_core.delivery import Delivery
-from kp_core.testing import HashEmbedder
 from kp_langchain.store import KnowledgePackStore, namespace_of
 from tests.attack.harness import Case, LostError, WrongError, refused
 from tests.attack.mutate import number, text, value
 from tests.conftest import roomy_engine
+from tests.kits import HashEmbedder
 
 SHORT = 15
 

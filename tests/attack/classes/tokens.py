@@ -9,12 +9,12 @@ from random import Random
 
 from kp_core import ChatTemplate, PackStore
 from kp_core.errors import PromptError
-from kp_core.testing import tiny_tokenizer
 from tests.attack.harness import Case, WrongError, refused
 from tests.attack.mutate import text, warped
 from tests.core.packs.made import make_pack
 from tests.core.prompt.test_control_tokens import controls, rendered, specials, template
 from tests.core.prompt.test_template import TEMPLATES
+from tests.kits import tiny_tokenizer
 
 SHORT = 63
 

@@ -23,10 +23,10 @@ from pypdf.generic import ArrayObject, DecodedStreamObject, DictionaryObject, Na
 
 from kp_cli.play.world import Document, World
 from kp_core.errors import KnowledgePackError
-from kp_core.testing import HashEmbedder
 from tests.attack.harness import Case, LostError, WrongError, refused
 from tests.attack.mutate import damaged, text
 from tests.conftest import roomy_engine
+from tests.kits import HashEmbedder
 
 SHORT = 15
 

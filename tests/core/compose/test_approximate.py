@@ -13,9 +13,9 @@ from kp_core.engines.local import engine as local_engine
 from kp_core.engines.request import Request
 from kp_core.packs.pack import common_length
 from kp_core.plan import Plan, Region
-from kp_core.testing import tiny_model
 from tests.composers import Firsts
 from tests.conftest import alike, tiny_engine
+from tests.kits import tiny_model
 
 TEXTS = ["The first island is green and flat.", "The second island is blue.", "The third one is as red as rust."]
 

@@ -12,8 +12,8 @@ from kp_core.errors import (
     PackError,
     UnsupportedRequestError,
 )
-from kp_core.testing import tiny_tokenizer
 from tests.conftest import tiny_engine
+from tests.kits import tiny_tokenizer
 
 TEXTS = ["The first island is green and flat.", "The second island is blue."]
 

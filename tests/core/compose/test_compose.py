@@ -16,9 +16,9 @@ from kp_core import (
 )
 from kp_core.compose import Composer, composer_of
 from kp_core.errors import OptionError, PackError
-from kp_core.testing import ARCHITECTURES, check_composer
 from tests.composers import Firsts
 from tests.conftest import tiny_engine
+from tests.kits import ARCHITECTURES, check_composer
 from tests.matrix import models
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kp_core import load_engine
-from kp_core.testing import check_composer, tiny_model, tiny_tokenizer
+from tests.kits import check_composer, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from kp_core.engines.hf.attention import Sees
 from kp_core.engines.hf.bitwise import why_not_bitwise
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.buffer import TILE, KVBuffer
-from kp_core.testing import tiny_model
 from tests.conftest import tiny_engine
+from tests.kits import tiny_model
 
 # With gradients, as training has them, attention is the library's own.
 attend = torch.inference_mode()(attention.attend)

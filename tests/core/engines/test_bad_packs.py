@@ -13,8 +13,8 @@ from kp_core.compiling import compile_facts
 from kp_core.errors import ContextOverflowError, ModelError, PackCorruptError, PackCorruptWarning, PromptError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import FolderBlobs
-from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine
+from tests.kits import tiny_model, tiny_tokenizer
 
 TEXT = "The gate of the harbour is green and old."
 

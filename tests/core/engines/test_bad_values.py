@@ -4,8 +4,8 @@ import pytest
 
 from kp_core import Fact, MemoryFactStore
 from kp_core.errors import FactError, HandleError, OptionError, PromptError, SamplingError, ToolError
-from kp_core.testing import HashEmbedder
 from tests.conftest import tiny_engine
+from tests.kits import HashEmbedder
 
 
 def nested(depth, around, inner):

@@ -7,8 +7,8 @@ import pytest
 
 from kp_core import TokenStream
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.testing import check_engine, tiny_tokenizer
 from tests.conftest import tiny_engine
+from tests.kits import check_engine, tiny_tokenizer
 from tests.matrix import architectures
 
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 import kp_core as kp
 from kp_core.engines.reading import StreamDecoder
-from kp_core.testing import CHATML, tiny_tokenizer
 from tests.core.prompt.families import FAMILIES
+from tests.kits import CHATML, tiny_tokenizer
 
 TEXTS = (
     "Ein Fähnlein, 日本 und 🙂👩‍🚀.\n\n\tthe end ",

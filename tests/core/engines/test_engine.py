@@ -16,8 +16,8 @@ from kp_core.errors import (
     SamplingError,
     UnsupportedModelError,
 )
-from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import bundled_dtypes, tiny_engine, until
+from tests.kits import tiny_model, tiny_tokenizer
 
 FACT = "The lighthouse of Veyl burns blue oil. Its keeper is Orla Venn."
 ASK = "\n\nWho keeps the lighthouse of Veyl? Answer with the name."

@@ -6,8 +6,8 @@ import torch
 from kp_core import Fact, load_engine
 from kp_core.compiling import compile_facts
 from kp_core.packs.store import PackStore
-from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine
+from tests.kits import tiny_model, tiny_tokenizer
 
 TEXT = "The lamp of Veyl burns kelp oil, and its keeper counts the ships that pass by night."
 PLACES = ("user", "system")

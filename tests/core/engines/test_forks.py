@@ -14,12 +14,12 @@ from kp_core import PackStore
 from kp_core.errors import FactError, ModelError
 from kp_core.facts import ChromaFactStore, Fact, MemoryFactStore
 from kp_core.facts.embed import SentenceTransformerEmbedder
-from kp_core.testing import HashEmbedder
 from kp_langchain import ChatKnowledgePacks
 from kp_langchain import KnowledgePackRetriever as LangChainRetriever
 from kp_llamaindex import KnowledgePackLLM
 from kp_llamaindex import KnowledgePackRetriever as LlamaIndexRetriever
 from tests.conftest import tiny_engine, until
+from tests.kits import HashEmbedder
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no forks")
 

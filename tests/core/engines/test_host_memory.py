@@ -11,8 +11,8 @@ from kp_core import PackStore, load_engine
 from kp_core.engines.local.buffer import TILE, KVBuffer
 from kp_core.engines.local.copies import copy_layer, rows_of, to_host
 from kp_core.kv import KVTensors
-from kp_core.testing import ARCHITECTURES, tiny_model, tiny_tokenizer
 from tests.composers import Firsts
+from tests.kits import ARCHITECTURES, tiny_model, tiny_tokenizer
 from tests.parity.families import model_of
 
 TEXT = "Pier 7 has 12 boats, and pier 8 has 3. " * 3

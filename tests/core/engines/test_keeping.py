@@ -11,8 +11,8 @@ from kp_core.packs.kept import KeptEntry
 from kp_core.packs.pack import common_length
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import Packs
-from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.core.packs.made import FINGERPRINT, Watched, make_pack
+from tests.kits import tiny_model, tiny_tokenizer
 
 TEXTS = [
     "The lamp of Veyl burns kelp oil, and its keeper counts ships.",

@@ -25,7 +25,7 @@ from kp_core.engines.local.buffer import KVBuffer, default_cache_bytes
 from kp_core.errors import FingerprintMismatchError, ModelChangedError, ModelError, UnsupportedModelError
 from kp_core.packs.fingerprint import NUMERICS
 from kp_core.prompt.template import ChatTemplate
-from kp_core.testing import ARCHITECTURES, tiny_model, tiny_tokenizer
+from tests.kits import ARCHITECTURES, tiny_model, tiny_tokenizer
 from tests.matrix import architectures
 
 TEXT = "The bell of Veyl rings at nine."

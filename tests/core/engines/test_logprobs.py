@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from kp_core import PackStore, Session, bundled_model
 from kp_core.errors import OptionError, SamplingError, UnsupportedRequestError
-from kp_core.testing import tiny_model, tiny_tokenizer
 from kp_core.tools.logprobs import scored_token, token_bytes
 from tests.conftest import roomy_engine, tiny_engine
+from tests.kits import tiny_model, tiny_tokenizer
 from tests.parity.test_seams import FixedEngine
 
 FACT = "The mill of Veyl has four sails."

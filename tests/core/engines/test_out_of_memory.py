@@ -8,8 +8,8 @@ import torch
 from kp_core import KVTensors, PackStore, load_engine
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.errors import CacheBudgetError
-from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.composers import Firsts
+from tests.kits import tiny_model, tiny_tokenizer
 from tests.parity.families import model_of
 
 TEXT = "Pier 7 has 12 boats, and pier 8 has 3. " * 3

@@ -7,7 +7,7 @@ from torch import nn
 from kp_core.engines.hf import bitwise
 from kp_core.engines.hf.bitwise import pack_weights, pad_rows, rows_agree
 from kp_core.engines.hf.model import CausalModel
-from kp_core.testing import tiny_model
+from tests.kits import tiny_model
 from tests.parity.families import model_of
 
 pytestmark = pytest.mark.skipif(

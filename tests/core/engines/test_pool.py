@@ -18,8 +18,8 @@ from kp_core.engines.local.tree import PrefixTree
 from kp_core.engines.reading import in_thread
 from kp_core.errors import BusyError, CacheBudgetError, GenerationTimeoutError
 from kp_core.plan import Limit
-from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import until
+from tests.kits import tiny_model, tiny_tokenizer
 
 BUFFER = 256 * 512
 """Bytes of the tiny model's KV of 256 tokens, which is a buffer."""

@@ -16,7 +16,7 @@ _SEEN = """
 import json, torch
 from kp_core import load_engine
 from kp_core.engines.hf.loading import best_dtype
-from kp_core.testing import tiny_model, tiny_tokenizer
+from tests.kits import tiny_model, tiny_tokenizer
 made = torch.Generator().manual_seed(0)
 tokens, weight = torch.randn(300, 576, generator=made), torch.randn(96, 576, generator=made)
 packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)

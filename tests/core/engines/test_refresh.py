@@ -11,7 +11,7 @@ from kp_core.compose import AutoComposer
 from kp_core.engines.calibration import Calibration, CalibrationRow
 from kp_core.engines.hf.model import CausalModel
 from kp_core.errors import BusyError, FingerprintMismatchError, ModelChangedError
-from kp_core.testing import tiny_model, tiny_tokenizer
+from tests.kits import tiny_model, tiny_tokenizer
 
 TEXT = "The gate of the harbour is green and old, and nobody knows who painted it."
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from kp_core import load_engine
 from kp_core.engines.hf.replay import PLAIN_PASSES, ReplayedRows
 from kp_core.engines.local.buffer import KVBuffer
-from kp_core.testing import tiny_model, tiny_tokenizer
+from tests.kits import tiny_model, tiny_tokenizer
 from tests.parity.families import model_of
 
 _NEEDS_HOST = ("nonzero", "equal", "masked_select", "unique")

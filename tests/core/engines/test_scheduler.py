@@ -15,9 +15,9 @@ from kp_core.engines.local import scheduler as scheduler_module
 from kp_core.engines.local.buffer import TILE, KVBuffer
 from kp_core.engines.local.scheduler import Decoding, Scheduler
 from kp_core.errors import OptionError
-from kp_core.testing import ARCHITECTURES, tiny_model, tiny_tokenizer
 from kp_core.threads import _pause, let_go
 from tests.conftest import tiny_engine, until
+from tests.kits import ARCHITECTURES, tiny_model, tiny_tokenizer
 from tests.matrix import architectures
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}

@@ -19,9 +19,9 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan import Sampling
 from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.template import ChatTemplate
-from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine, until
 from tests.core.prompt.test_template import GUARD, SYSTEM_FIRST, TWO_ROLES
+from tests.kits import tiny_model, tiny_tokenizer
 
 
 class Parrot:
@@ -355,7 +355,7 @@ def test_a_pack_of_another_kind_of_processor_is_computed_anew_and_stored_beside_
 _ABANDONED = """
 import sys
 from kp_core import load_engine
-from kp_core.testing import tiny_model, tiny_tokenizer
+from tests.kits import tiny_model, tiny_tokenizer
 stream = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer()).stream("Hello?", max_tokens=50)
 def kept():
     yield from stream

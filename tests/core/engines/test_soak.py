@@ -27,8 +27,8 @@ from kp_core.errors import (
     SamplingError,
     ToolError,
 )
-from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import until
+from tests.kits import tiny_model, tiny_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from kp_core.engines.hf.loading import LOADING
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
 from kp_core.errors import MissingDependencyError, ModelError, OptionError, PackError, UnsupportedRequestError
 from kp_core.kv import KVTensors
-from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.composers import Firsts
 from tests.conftest import alike
 from tests.core.engines.test_loading import edit, offline, save, unloaded
 from tests.ggufs import write_gguf
+from tests.kits import tiny_model, tiny_tokenizer
 
 __all__ = ["offline", "unloaded"]
 

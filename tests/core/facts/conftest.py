@@ -9,8 +9,8 @@ import pytest
 
 from kp_core.facts import ChromaFactStore, MemoryFactStore
 from kp_core.facts.client import open_client
-from kp_core.testing import HashEmbedder
 from tests.conftest import until
+from tests.kits import HashEmbedder
 
 
 @pytest.fixture(scope="session")

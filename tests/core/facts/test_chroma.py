@@ -27,8 +27,8 @@ from kp_core.facts import ChromaFactStore, Fact
 from kp_core.facts.base import content_id
 from kp_core.facts.embed import as_embedder, normalised
 from kp_core.facts.index import damaged_indexes
-from kp_core.testing import HashEmbedder
 from tests.core.facts.test_facts import build, check, facts_of
+from tests.kits import HashEmbedder
 
 
 def a_client(path):
@@ -158,7 +158,7 @@ def test_a_folder_keeps_the_name_of_its_embedder(tmp_path):
 _HOLD = """
 import sys
 from kp_core.facts import ChromaFactStore, Fact
-from kp_core.testing import HashEmbedder
+from tests.kits import HashEmbedder
 store = ChromaFactStore(sys.argv[1], HashEmbedder())
 store.add([Fact("held")])
 print("ready", flush=True)
@@ -450,7 +450,7 @@ _OLDER = """
 import sys
 from kp_core.errors import FactError
 from kp_core.facts import ChromaFactStore
-from kp_core.testing import HashEmbedder
+from tests.kits import HashEmbedder
 try:
     ChromaFactStore.from_collection("facts", HashEmbedder(), path=sys.argv[1])
 except FactError as error:
@@ -499,7 +499,7 @@ _CHANGE = """
 import sys
 import sklearn.cluster
 from kp_core.facts import ChromaFactStore, Fact
-from kp_core.testing import HashEmbedder
+from tests.kits import HashEmbedder
 store = ChromaFactStore(sys.argv[1], HashEmbedder(), bank_size=5)
 store.banks()
 print("ready", flush=True)
@@ -723,7 +723,7 @@ def test_a_bank_that_the_index_lost_is_found(tmp_path, monkeypatch):
 
 _OTHER_PROCESS = """
 import sys, kp_core as kp
-from kp_core.testing import HashEmbedder
+from tests.kits import HashEmbedder
 with kp.ChromaFactStore(sys.argv[1], HashEmbedder()) as store:
     store.delete([fact.id for fact in store.facts()])
     store.add([kp.Fact(f"new {{number}}") for number in range(150)])

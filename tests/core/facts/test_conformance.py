@@ -7,7 +7,7 @@ import pytest
 from kp_core import MemoryFactStore
 from kp_core.facts.base import Hit
 from kp_core.facts.store import alive
-from kp_core.testing import check_fact_store
+from tests.kits import check_fact_store
 
 
 def test_every_store_keeps_the_rules(make_store):

@@ -23,7 +23,7 @@ from kp_core.errors import FactError
 from kp_core.facts import Added, ChromaFactStore, Fact, FactStore, MemoryFactStore
 from kp_core.facts.base import content_id
 from kp_core.facts.filters import predicate
-from kp_core.testing import HashEmbedder
+from tests.kits import HashEmbedder
 
 Floats = NDArray[np.float32]
 MakeStore = Callable[..., FactStore]

@@ -8,8 +8,8 @@ import pytest
 from kp_core.errors import FactError
 from kp_core.facts import ChromaFactStore, Fact
 from kp_core.facts.index import damaged_indexes, repair_mark
-from kp_core.testing import HashEmbedder
 from tests.core.facts.test_facts import build
+from tests.kits import HashEmbedder
 
 FACTS = [Fact(f"Fact {number} of the harbour log.") for number in range(2500)]
 

@@ -10,8 +10,8 @@ import pytest
 
 from kp_core.errors import FactError, MissingDependencyError
 from kp_core.facts import Fact, Hit, LexicalReranker, MemoryFactStore, Reranker
-from kp_core.testing import HashEmbedder
 from tests.core.facts.test_facts import build, facts_of
+from tests.kits import HashEmbedder
 
 
 def hits_of(*texts: str) -> list[Hit]:

@@ -17,8 +17,8 @@ from kp_core.errors import PackCorruptWarning, PackError
 from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs, _discard_left, _stage, replace_file
 from kp_core.packs.objects import ObjectBlobs
 from kp_core.packs.store import PackStore
-from kp_core.testing import check_blobs
 from tests.core.packs.made import make_pack, same
+from tests.kits import check_blobs
 
 
 class MemoryBlobs:

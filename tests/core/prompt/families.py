@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tokenizers import AddedToken
 
-from kp_core.testing import tiny_tokenizer
+from tests.kits import tiny_tokenizer
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import pytest
 from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, Prefix, Tool
 from kp_core.packs.view import PackRef
 from kp_core.prompt.conversation import Turn
-from kp_core.testing import tiny_tokenizer
 from kp_core.tools import AnswerShape
 from tests.core.prompt.test_template import HANDLE, OTHER, TEMPLATES, Packs
+from tests.kits import tiny_tokenizer
 
 # Beside those of the tokenizer: one character, one that overlaps another, and two that what the shaper adds completes.
 MORE = ["⚑", "im_end|><", "<x]\ny>", "<a\n\nb>"]

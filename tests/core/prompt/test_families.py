@@ -9,10 +9,10 @@ import kp_core
 from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, TokenStream
 from kp_core.engines.local.grammar import Grammars
 from kp_core.packs.view import PackRef
-from kp_core.testing import tiny_model
 from kp_core.tools import AnswerShape, Tool
 from tests.core.prompt.families import FAMILIES
 from tests.core.prompt.test_template import HANDLE, OTHER, Packs, single_pass
+from tests.kits import tiny_model
 
 TOOLS = [
     {

@@ -8,10 +8,10 @@ from kp_core import ChatTemplate, Fact, PackStore
 from kp_core.compiling import compile_facts
 from kp_core.errors import TemplateError
 from kp_core.prompt.sandbox import render
-from kp_core.testing import tiny_tokenizer
 from tests.conftest import tiny_engine
 from tests.core.prompt.test_control_tokens import controls
 from tests.core.prompt.test_template import HANDLE, TEMPLATES, Packs
+from tests.kits import tiny_tokenizer
 
 TURN = "{{ '<|im_start|>' + m['role'] + '\n' }}BODY{{ '<|im_end|>\n' }}"
 ALL = "{% for m in messages %}" + TURN + "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -7,9 +7,9 @@ from transformers import PreTrainedTokenizerFast
 from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, Prefix
 from kp_core.packs.view import PackRef
 from kp_core.prompt.conversation import Turn
-from kp_core.testing import CHATML, tiny_tokenizer
 from tests.core.prompt.test_control_tokens import SHOWS_TOOLS, controls
 from tests.core.prompt.test_template import TEMPLATES
+from tests.kits import CHATML, tiny_tokenizer
 
 SPECIALS = ["<unk>", "<|im_start|>", "<|im_end|>"]
 ALPHABET = [*map(chr, range(33, 127)), "\n", " ", "▁"]

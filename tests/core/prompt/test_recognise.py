@@ -17,8 +17,8 @@ from kp_core.errors import FingerprintMismatchError
 from kp_core.packs.handle import find_handles, mint
 from kp_core.packs.recognise import Recogniser
 from kp_core.packs.view import PackRef
-from kp_core.testing import tiny_tokenizer
 from tests.core.prompt.test_template import TEMPLATES
+from tests.kits import tiny_tokenizer
 
 SECRET = b"secret of a test"
 LIGHT = "Orla Venn keeps the light of the outer skerry, and has done so for thirty-one years without a night off."

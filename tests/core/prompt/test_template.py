@@ -8,8 +8,8 @@ from kp_core import Packs as Store
 from kp_core.errors import PromptError, TemplateError
 from kp_core.packs.view import PackRef, why_unresolved
 from kp_core.prompt.conversation import placed, text_of, unresolved
-from kp_core.testing import CHATML, tiny_tokenizer
 from tests.core.prompt.families import FAMILIES
+from tests.kits import CHATML, tiny_tokenizer
 
 HANDLE, OTHER, FOREIGN = (f"kp:{space}/{letter * 21}" for space, letter in (("a", "a"), ("a", "b"), ("b", "a")))
 

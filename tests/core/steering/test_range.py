@@ -143,7 +143,7 @@ def test_perplexity_is_that_of_the_tokens_one_by_one():
     prompt = engine.template.render("Who?")
     import torch
 
-    from kp_core.testing import tiny_model
+    from tests.kits import tiny_model
 
     with torch.inference_mode():
         logits = tiny_model("llama")(torch.tensor([[*prompt.token_ids, *tokens]])).logits[0]

@@ -27,8 +27,8 @@ from kp_core.steering import (
     resolve_layers,
     save_steering,
 )
-from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import alike, tiny_engine
+from tests.kits import tiny_model, tiny_tokenizer
 from tests.matrix import architectures
 
 PAIRS = [("The formal one.\n", "an 7 er"), ("the other, formal", "er er er 42"), ("中 the", "é an")]

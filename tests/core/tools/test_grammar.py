@@ -15,9 +15,9 @@ from kp_core import Tool
 from kp_core.engines.local import grammar
 from kp_core.engines.local.grammar import Grammars
 from kp_core.errors import SamplingError, ToolError
-from kp_core.testing import tiny_tokenizer
 from kp_core.tools import AnswerShape, format_of
 from tests.conftest import tiny_engine
+from tests.kits import tiny_tokenizer
 
 
 def holding(part, **others):

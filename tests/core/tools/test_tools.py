@@ -15,10 +15,10 @@ from benchmarks.grammar import random_schema, valid_answer
 from kp_core import Request, TokenStream, Tool, load_engine
 from kp_core.errors import GenerationTimeoutError, SamplingError, ToolError
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.testing import CHATML, tiny_tokenizer
 from kp_core.tools import THINK, AnswerReader, AnswerShape, HarmonyReader, ToolFormat, format_of, formats
 from kp_core.tools.formats import braced, tagged
 from tests.conftest import tiny_engine
+from tests.kits import CHATML, tiny_tokenizer
 
 WEATHER = {
     "type": "function",
@@ -427,7 +427,7 @@ def test_special_token_markers_are_read():
     """`[TOOL_CALLS]` is a control token in Mistral's tokenizers: it must not be dropped as one."""
     tokenizer = tiny_tokenizer("{{ '[TOOL_CALLS]' ~ (tools | tojson) if tools }}" + CHATML)
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
-    from kp_core.testing import tiny_model
+    from tests.kits import tiny_model
 
     model = tiny_model("llama")
     model.resize_token_embeddings(len(tokenizer))

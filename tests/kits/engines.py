@@ -23,8 +23,8 @@ from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
 from kp_core.plan import Limit, Plan
-from kp_core.testing.models import tiny_model, tiny_tokenizer
-from kp_core.testing.stores import holds
+from tests.kits.models import tiny_model, tiny_tokenizer
+from tests.kits.stores import holds
 
 __all__ = ["check_composer", "check_engine"]
 
@@ -189,8 +189,8 @@ def check_composer(composer: Composer, engine: Session | None = None) -> None:
     holds("Equal regions get equal KV each time.", _are_alike(session, anew, composed))
 
 
-def _plan(session: Session, forced: tuple[int, ...] = (), **options: Any) -> Plan:  # noqa: ANN401 - of `Request`
-    plan, *_ = session._planner.plan(_ASKED, Request.of(options))  # noqa: SLF001 - without what the engine lacks
+def _plan(session: Session, forced: tuple[int, ...] = (), **options: Any) -> Plan:
+    plan, *_ = session._planner.plan(_ASKED, Request.of(options))
     return replace(plan, forced=forced, token_budget=len(forced)) if forced else plan
 
 

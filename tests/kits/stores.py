@@ -277,7 +277,7 @@ class _Reversing:
 
     depth = 7
 
-    def __call__(self, question: str, hits: Sequence[Hit]) -> list[Hit]:  # noqa: ARG002
+    def __call__(self, question: str, hits: Sequence[Hit]) -> list[Hit]:
         return list(hits)[::-1]
 
 
