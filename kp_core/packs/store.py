@@ -42,6 +42,7 @@ __all__ = ["PackStore", "default_keep_bytes", "entry_of", "open_packs"]
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8
+_TICK_S = 0.01  # Of a kernel with 100 ticks a second.
 _HEAD_BYTES = 1 << 16  # Bytes that the first read of a header fetches.
 _MOST_KEPT, _KEPT_SHARE = 2**31, 20
 _PEEKED_PACKS = 1024  # About 50 MB of token ids if the packs are banks of facts.
@@ -476,7 +477,8 @@ class PackStore(Packs):
 
     def _may_keep(self, entry: KeptEntry) -> bool:
         """Whether all packs of `entry` are stored, and none of its namespaces was forgotten since it was planned."""
-        planned = entry.planned if isinstance(self.blobs, FolderBlobs) else int(entry.planned)  # Others round.
+        # The times of files lag behind the clock by a tick of the kernel; object storage rounds to seconds.
+        planned = entry.planned - _TICK_S if isinstance(self.blobs, FolderBlobs) else int(entry.planned)
         marks = (self.blobs.stat(_forgotten_key(namespace)) for namespace in entry.namespaces)
         return all(self.blobs.stat(_text_key(Handle.parse(pack))) for pack in entry.packs) and not any(
             mark and mark.modified >= planned for mark in marks

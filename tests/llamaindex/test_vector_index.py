@@ -113,6 +113,8 @@ def test_what_waits_to_be_compiled_is_not_written_when_its_document_is_deleted(f
     packs.postprocess_nodes(found)
     index.delete_ref_doc("vault", delete_from_docstore=True)
     packs.discard("vault") if forget == "discard" else packs.sync(index.docstore.docs.values())
+    # What waited is cancelled, whatever it was; the next search lets it wait again.
+    packs.postprocess_nodes(index.as_retriever(similarity_top_k=2).retrieve(VAULT))
     until(lambda: list(store))
     assert [store.peek(handle).text for handle in store] == ["The mill of Zyx has four sails."]
     # A document that comes back has its pack again.

