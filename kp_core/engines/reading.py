@@ -281,8 +281,10 @@ class VisibleText:
         if positions:
             self._held, self.stopped = self._held[: min(positions)], True
             return self.flush()
-        match = _MAYBE_HANDLE.search(self._held)
-        until = match.start() if match else len(self._held)
+        # Also with what was given before: the end of a handle may stand in front of another.
+        alone, seen = _MAYBE_HANDLE.search(self._held), len(self._before)
+        behind = _MAYBE_HANDLE.search(self._before + self._held, seen)
+        until = min(alone.start() if alone else len(self._held), behind.start() - seen if behind else len(self._held))
         may_stop = (at for at in range(until) if any(stop.startswith(self._held[at:]) for stop in self._stop))
         return self._give(next(may_stop, until))
 
@@ -292,7 +294,7 @@ class VisibleText:
 
     def _give(self, until: int) -> str:
         # After an inner handle is removed, text that was already returned may form another handle with the rest.
-        stripped = strip_handles(self._before + self._held[:until])[len(self._before) :]
+        stripped = strip_handles(self._before + self._held[:until], len(self._before))
         self._before, self._held = (self._before + stripped)[-_SEEN:], self._held[until:]
         return stripped
 

@@ -78,9 +78,16 @@ def handles_like(text: str) -> list[str]:
     return [match[0] for match in _LIKE.finditer(text)]
 
 
-def strip_handles(text: str) -> str:
-    """Return `text` without handles; a space separates remaining parts that would join to a new handle."""
-    return _PATTERN.sub(lambda match: " " if text[: match.start()].endswith(_JOINTS) else "", text)
+def strip_handles(text: str, start: int = 0) -> str:
+    """Return `text` from `start` on without the handles that begin there; what is before `start` is only looked at.
+
+    A space separates remaining parts that would join to a new handle.
+    """
+    parts, at = list[str](), start
+    for match in _PATTERN.finditer(text, start):
+        parts += [text[at : match.start()], " " if text[: match.start()].endswith(_JOINTS) else ""]
+        at = match.end()
+    return "".join([*parts, text[at:]])
 
 
 def inert(text: str) -> str:

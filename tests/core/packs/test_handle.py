@@ -80,6 +80,8 @@ def test_handles_may_stand_right_behind_each_other(form):
     assert not find_handles(strip_handles(text))
     assert not find_handles(inert(text))
     assert len(find_handles(handles[0] + handles[1] + "x")) == 1
-    for whole in (text, f"{text}x", f"x/{'b' * 21}{text}"):
-        said = VisibleText()
-        assert "".join(map(said.push, whole)) + said.flush() == strip_handles(whole)
+    for whole in (text, f"{text}x", f"x/{'b' * 21}{text}", f"world{text}"):
+        for size in range(1, len(whole) + 1):
+            said = VisibleText()
+            pieces = (whole[at : at + size] for at in range(0, len(whole), size))
+            assert "".join(map(said.push, pieces)) + said.flush() == strip_handles(whole)
