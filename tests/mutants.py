@@ -164,8 +164,8 @@ FAULTS = (
     ),
     Fault(
         "kp_core/packs/handle.py",
-        'return _PATTERN.sub(lambda match: " " if text',
-        'return _PATTERN.sub(lambda match: "" if text',
+        'parts += [text[at : match.start()], " " if text',
+        'parts += [text[at : match.start()], "" if text',
         "tests/core/packs/test_handle.py",
     ),
     Fault(
