@@ -313,9 +313,28 @@ class ChromaFactStore(FactStore):
             columns = (answer[name][0] for name in ("ids", "documents", "metadatas", "distances"))
             found = self._facts_of(space, zip(*columns, strict=True))
             hits = [Hit(fact, 1 - distance / scale) for fact, _, distance in found if alive(fact) and test(fact)]
-            if len(hits) >= count or len(answer["ids"][0]) < limit:
+            if len(hits) >= count:
                 return hits[:count]
+            if len(answer["ids"][0]) < limit:
+                return (
+                    hits if self._reached(space, answer["ids"][0], where) else self._scanned(space, vector, count, test)
+                )
             limit *= _GROWTH
+
+    def _reached(self, space: str, ids: Sequence[str], where: Filter | None) -> bool:
+        """Whether the index returned all records. Once vectors were replaced or deleted, it may not reach some."""
+        pushed = _pushed_down(where)
+        if self.collection is not None or pushed is None:
+            return self.collection is not None or len(ids) >= self._count(space)
+        return len(ids) >= len(self._call(self._collection(space), "get", where=pushed, include=[])["ids"])
+
+    def _scanned(self, space: str, vector: Vectors, count: int, test: Callable[[Fact], bool]) -> list[Hit]:
+        """Return the nearest facts by comparing with every vector."""
+        rows = [row for row in self._rows(space, vectors=True) if alive(row.fact) and test(row.fact)]
+        if not rows:
+            return []
+        [near] = ranked(vector[None], normalised(np.stack([row.vector for row in rows])), count)
+        return [Hit(rows[at].fact, cosine) for at, cosine in near]
 
     def _facts_of(
         self, space: str, records: Iterable[tuple[str, str | None, Mapping[str, Any] | None, Any]]

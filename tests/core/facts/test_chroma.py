@@ -721,6 +721,28 @@ def test_a_bank_that_the_index_lost_is_found(tmp_path, monkeypatch):
         assert [cosine for _, cosine in near] == pytest.approx([cosine for _, cosine in expected[:count]])
 
 
+@pytest.mark.parametrize("where", [None, {"kind": "even"}])
+def test_facts_that_the_index_lost_are_found(tmp_path, monkeypatch, where):
+    """As centroids above: an index whose vectors were replaced reached 97 of 150 facts once."""
+    with ChromaFactStore(tmp_path, HashEmbedder()) as store:
+        store.add([Fact(f"fact {n}", metadata={"kind": "odd" if n % 2 else "even"}) for n in range(20)])
+        expected = store.search("fact 4", 30, where=where)
+        assert len(expected) == (20 if where is None else 10)
+        call = store._call
+
+        def losing(collection, method, **options):
+            answer = call(collection, method, **options)
+            if method == "query":
+                answer |= {name: [answer[name][0][1::2]] for name in ("ids", "documents", "metadatas", "distances")}
+            return answer
+
+        monkeypatch.setattr(store, "_call", losing)
+        found = store.search("fact 4", 30, where=where)
+        assert {hit.fact.id for hit in found} == {hit.fact.id for hit in expected}
+        assert [hit.score for hit in found] == pytest.approx([hit.score for hit in expected], abs=1e-5)
+        assert found[0].fact == expected[0].fact
+
+
 _OTHER_PROCESS = """
 import sys, kp_core as kp
 from tests.kits import HashEmbedder
