@@ -41,7 +41,7 @@ from benchmarks import common
 from benchmarks.ttft import knowledge
 from kp_core import KnowledgePack, PackStore, Session, load_engine
 from kp_core.bundled import installed_file
-from kp_core.engines.llama.context import Context
+from kp_llama.context import Context
 
 __all__ = ["main", "run"]
 

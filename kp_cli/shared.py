@@ -82,10 +82,10 @@ class ModelOptions:
     engine: Annotated[
         str | None,
         typer.Option(
-            metavar="llama|hf|URL|MODULE:FUNCTION",
-            help="`llama` (llama.cpp), `hf` (Hugging Face), the address of a server of `kp serve` (its key in "
-            "KP_API_KEY), or a function that takes the model and returns an engine. Default: `llama` for a GGUF file, "
-            "if llama-cpp-python is installed, else `hf`.",
+            metavar="llama|hf|NAME|URL|MODULE:FUNCTION",
+            help="`llama` (llama.cpp), `hf` (Hugging Face), the name of an engine that another package brings, the "
+            "address of a server of `kp serve` (its key in KP_API_KEY), or a function that takes the model and returns "
+            "an engine. Default: `llama` for a GGUF file, if llama-cpp-python is installed, else `hf`.",
         ),
     ] = None
     dtype: Annotated[
@@ -101,8 +101,8 @@ class ModelOptions:
             if self.engine is None:
                 if self.model is not None:
                     check_reachable(self.model)
-                library = "llama" if Path(self.model or "").is_file() else "hf"
-                importlib.import_module(f"kp_core.engines.{library}.loading")
+                library = "kp_llama" if Path(self.model or "").is_file() else "kp_core.engines.hf"
+                importlib.import_module(f"{library}.loading")
         settings: dict[str, str] = {} if self.dtype is None else {"dtype": self.dtype}
         if (self.engine or "").startswith(("http://", "https://")) and (key := os.environ.get("KP_API_KEY")):
             settings["api_key"] = key

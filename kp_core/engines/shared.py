@@ -5,19 +5,26 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.metadata import entry_points
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
 from kp_core.bundled import check_reachable, needing
 from kp_core.engines.base import Engine
+from kp_core.engines.request import refuse_unknown
 from kp_core.engines.session import Session
 from kp_core.errors import MissingDependencyError, ModelError, UnsupportedModelError
 
 __all__ = ["load_engine", "session_of", "shared_engine"]
 
 logger = logging.getLogger(__name__)
+
+ENGINES, FILES = "knowledge_packs.engines", "knowledge_packs.files"
+"""Entry points of functions that make an engine or a session from `model` and settings, by the engine's name; and of
+those that are given a model that is a file by default."""
 
 _sessions: dict[tuple[str | None, ...], Session] = {}
 _loading = threading.Lock()
@@ -26,13 +33,14 @@ _loading = threading.Lock()
 def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any) -> Session:  # noqa: ANN401
     """A session for a Hugging Face id, a folder or a model object; see `kp_core.engines.hf.loading.load_session`.
 
-    Without `model`, loads the bundled SmolLM2-135M-Instruct. `model` may also be any `Engine`. With `engine="llama"`,
-    llama.cpp runs a GGUF file (`kp_core.engines.llama.loading.load_session`). It is also the default for such a file if
-    it can run it and knows all `settings`; `engine="hf"` prevents that. `engine` may name a function that makes an
-    engine from `model` and `settings`, as `package.module:function`, or be the address of a server (`http://…`, see
-    `kp_serve.engine.VLLMEngine`). `model` is then the folder or id of the tokenizer, needed only if it differs from the
-    one that the server names, and `api_key` may be given. Raises `ModelError` for any other `model` or `engine` and for
-    a `dtype` with a server, and `MissingDependencyError` for an address when `kp_serve` is not installed.
+    Without `model`, loads the bundled SmolLM2-135M-Instruct. `model` may also be any `Engine`. `engine` is `"hf"`, or
+    the name of an engine that a package brings (`ENGINES`), which has its own `settings`; or a function that makes one
+    from `model` and `settings`, as `package.module:function`. A model's file goes to an engine for files (`FILES`) by
+    default, if that can run it and knows all `settings`; `engine="hf"` prevents that. `engine` may also be the address
+    of a server (`http://…`, see `kp_serve.engine.VLLMEngine`). `model` is then the folder or id of the tokenizer,
+    needed only if it differs from the one that the server names, and `api_key` may be given. Raises `ModelError` for
+    any other `model` or `engine` and for a `dtype` with a server, and `MissingDependencyError` for an address when
+    `kp_serve` is not installed.
     """
     session = _loaded(model, engine, settings)
     if (model is None or isinstance(model, str | Path)) and session.loads is None:
@@ -48,19 +56,8 @@ def _loaded(model: Any, engine: str | None, settings: Mapping[str, Any]) -> Sess
             make = importlib.import_module("kp_serve.engine").VLLMEngine
         server = make(engine, tokenizer=model, **settings)
         return Session(server, name=server.name)
-    if engine == "llama":
-        from kp_core.engines.llama.loading import load_session as load_gguf
-
-        return load_gguf(model, **settings)
     if engine not in (None, "hf"):
-        module, _, name = engine.partition(":")
-        try:
-            make = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ModelError(
-                f"Got engine={engine!r}; expected 'package.module:function', 'llama', 'hf', or an address ({error})."
-            ) from error
-        return session_of(make(model, **settings))
+        return session_of(_loader(engine, settings)(model, **settings))
     if isinstance(model, Session | Engine):
         return session_of(model)
     if isinstance(model, str | Path):
@@ -72,19 +69,40 @@ def _loaded(model: Any, engine: str | None, settings: Mapping[str, Any]) -> Sess
     return load_session(model, **settings)
 
 
+def _loader(engine: str, settings: Mapping[str, Any]) -> Callable[..., object]:
+    """The function that makes the engine of that name. Refuses unknown `settings` of an installed engine."""
+    installed = entry_points(group=ENGINES)
+    module, _, name = engine.partition(":")
+    try:
+        if engine not in installed.names:
+            make: Callable[..., object] = getattr(importlib.import_module(module), name)
+            return make
+        make = installed[engine].load()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ModelError(
+            f"Got engine={engine!r}; expected 'package.module:function', an address, or an installed engine: "
+            f"{', '.join(sorted({'hf', *installed.names}))} ({error}). Engines of a package are found once it is "
+            "installed; after an update in place, install it again."
+        ) from error
+    parameters = signature(make).parameters
+    if all(parameter.kind != Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        refuse_unknown(settings, parameters, "load_engine")
+    return make
+
+
 def _from_file(file: str | Path, settings: Mapping[str, Any]) -> Session | None:
-    """A session with a GGUF file in llama.cpp.
+    """A session with the file of a model in an engine for such files.
 
-    `None` if llama.cpp is not installed or cannot run the model, which is logged, or if settings are not of it.
+    `None` if that is not installed or cannot run the model, which is logged, or if settings are not of it.
     """
-    from kp_core.engines.llama.loading import SETTINGS, load_session
-
     given = {name: value for name, value in settings.items() if value is not None}
-    if given.keys() <= SETTINGS and given.get("dtype") != "auto":
-        try:
-            return load_session(file, **given)
-        except (MissingDependencyError, UnsupportedModelError) as error:
-            logger.warning("%s is unpacked, and runs slower than in llama.cpp. %s", file, error)
+    for entry in entry_points(group=FILES) if given.get("dtype") != "auto" else ():
+        load = entry.load()
+        if given.keys() <= signature(load).parameters.keys():
+            try:
+                return session_of(load(file, **given))
+            except (MissingDependencyError, UnsupportedModelError) as error:
+                logger.warning("%s is unpacked, and runs slower than in %s. %s", file, entry.name, error)
     return None
 
 

@@ -45,7 +45,7 @@ def tiny_gguf(tmp_path_factory):
 def process(act, *arguments):
     """A process that runs `act`, and the end of a pipe to which it sends. Its imports are shared with the next one."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([act.__module__, "kp_core.engines.llama.loading"])
+    context.set_forkserver_preload([act.__module__, "kp_llama.loading"])
     reader, writer = context.Pipe(duplex=False)
     running = context.Process(target=act, args=(*arguments, writer))
     running.start()

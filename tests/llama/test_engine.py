@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kp_core import PackStore, load_engine
-from kp_core.engines.llama import context as context_module
 from kp_core.engines.shared import shared_engine
 from kp_core.errors import (
     CacheBudgetError,
@@ -25,6 +24,7 @@ from kp_core.errors import (
     UnsupportedRequestError,
 )
 from kp_core.packs.handle import Handle
+from kp_llama import context as context_module
 from tests.ggufs import write_recurrent, write_windowed
 from tests.kits import check_engine
 from tests.llama import process as processes

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from kp_core.engines.llama.state import measured_shape, read_state, state_size, write_state
 from kp_core.engines.local.buffer import CacheShape
 from kp_core.errors import ModelError, PackError
 from kp_core.kv import KVTensors
+from kp_llama.state import measured_shape, read_state, state_size, write_state
 
 IDS = torch.randint(100, 40_000, (700,), generator=torch.Generator().manual_seed(0)).tolist()
 PREFIX, PACK, QUESTION = slice(0, 30), slice(30, 680), slice(680, 700)

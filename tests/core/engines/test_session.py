@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,6 +111,29 @@ def test_what_is_no_engine_is_refused():
 def test_an_engine_by_its_name():
     session = kp_core.load_engine(None, engine="tests.core.engines.test_session:make_parrot", color="green")
     assert (session.name, session.engine.color) == ("Parrot", "green")
+
+
+@pytest.fixture
+def echo(monkeypatch):
+    """A package of somebody else, as it lies among those installed."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "strangers")
+
+
+@pytest.mark.usefixtures("echo")
+def test_an_engine_of_another_package_is_found_by_its_name(tmp_path):
+    session = kp_core.load_engine(engine="echo", tokenizer=tiny_tokenizer())
+    assert (session.name, session.generate("Good morning", max_tokens=5).text) == ("Echo", "user")
+    with pytest.raises(OptionError, match=r"no option 'tokeniser'. Did you mean 'tokenizer'"):
+        kp_core.load_engine(engine="echo", tokeniser=None)
+    (tmp_path / "model").touch()
+    assert kp_core.load_engine(str(tmp_path / "model"), tokenizer=tiny_tokenizer()).name == "Echo"
+    with pytest.raises(ModelError, match="Could not load"):
+        kp_core.load_engine(str(tmp_path / "model"), engine="hf", tokenizer=tiny_tokenizer())
+
+
+def test_an_engine_that_is_not_installed_is_refused_with_those_that_are():
+    with pytest.raises(ModelError, match=r"Got engine='echo'; .* installed engine: hf.* install it again"):
+        kp_core.load_engine(engine="echo")
 
 
 def make_parrot(model, color):

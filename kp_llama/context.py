@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 
 from kp_core.bundled import needing
-from kp_core.engines.llama.state import BUILDS, TYPES
 from kp_core.engines.local.buffer import memory_bytes
 from kp_core.errors import CacheBudgetError, MissingDependencyError, ModelError, UnsupportedModelError
+from kp_llama.state import BUILDS, TYPES
 
 __all__ = ["MOST_SEQUENCES", "Context", "Row"]
 

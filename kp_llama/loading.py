@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,17 @@ import torch
 
 from kp_core.bundled import BUNDLED_MODEL, BUNDLED_VERSION, installed_file
 from kp_core.engines.hf.identity import converted_tokenizer, digest_files, stamp_files, tokenizer_identity
-from kp_core.engines.llama.context import Context
-from kp_core.engines.llama.model import LlamaModel
-from kp_core.engines.llama.state import TYPES
 from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
 from kp_core.engines.local.engine import LocalEngine
-from kp_core.engines.request import refuse_unknown
 from kp_core.engines.session import Session
 from kp_core.errors import ModelChangedError, ModelError, OptionError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
+from kp_llama.context import Context
+from kp_llama.model import LlamaModel
+from kp_llama.state import TYPES
 
-__all__ = ["SETTINGS", "load_session"]
+__all__ = ["load_session"]
 
 _LEAST = 64  # llama.cpp ends the process if a pass has room for fewer tokens than there are sequences.
 
@@ -41,7 +39,6 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     threads: int | None = None,
     gpu_layers: int = -1,
     template_options: Mapping[str, Any] | None = None,
-    **unknown: Any,  # noqa: ANN401
 ) -> Session:
     """A session with a GGUF file that llama.cpp runs, by default the bundled SmolLM2-135M-Instruct.
 
@@ -50,11 +47,10 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     `chunk_tokens` is the most tokens of one pass. `threads` compute, by default as many as torch uses. `gpu_layers` of
     the model go to a GPU, if llama.cpp was built for one, by default all. `tokenizer` is by default that of the file.
 
-    Raises `OptionError` for unknown names and for sizes that are too small, `MissingDependencyError` without
-    llama-cpp-python, `ModelError` for a file that cannot be loaded and for a tokenizer with other ids,
-    `UnsupportedModelError` for a model whose state cannot be cut, and `TemplateError` without a chat template.
+    Raises `OptionError` for sizes that are too small, `MissingDependencyError` without llama-cpp-python, `ModelError`
+    for a file that cannot be loaded and for a tokenizer with other ids, `UnsupportedModelError` for a model whose state
+    cannot be cut, and `TemplateError` without a chat template.
     """
-    refuse_unknown(unknown, SETTINGS, "load_engine")
     for name, value in {"cells": cells, "chunk_tokens": chunk_tokens}.items():
         if not isinstance(value, int) or not _LEAST <= value < 1 << 31:
             raise OptionError(f"Got {name}={value!r}; expected a whole number from {_LEAST} on.")
@@ -117,10 +113,6 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     )
     name = BUNDLED_MODEL if model is None else path.stem
     return Session(engine, name=name, template=template, probe=engine.seconds_per_token)
-
-
-SETTINGS = frozenset(signature(load_session).parameters) - {"model", "unknown"}
-"""The names of the settings of `load_session`."""
 
 
 def _check_ids(context: Context, tokenizer: Any) -> None:  # noqa: ANN401
