@@ -66,7 +66,7 @@ def _questions(path: Path, facts: FactStore, k: int) -> list[CalibrationQuestion
     parsed = []
     for place, row in read_json_lines(path, 0):
         if isinstance(row, SourceError):
-            raise OptionError(f"{row}; {_ROW}") from row
+            raise OptionError(f"{path}, {place}: {row}; {_ROW}") from row
         values: dict[str, Any] = {"answer": "", "kind": "", **row}
         passages = values.get("passages")
         if passages is None and isinstance(values.get("question"), str):

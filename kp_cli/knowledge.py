@@ -33,7 +33,7 @@ from kp_cli.shared import (
 )
 from kp_cli.signs import fitted, waiting
 from kp_cli.sources import OnError, read_facts
-from kp_cli.sources.drafts import STDIN
+from kp_cli.sources.texts import STDIN
 from kp_core import edit as editing
 from kp_core.compiling import compile_cost, find_compiled, provenance_of
 from kp_core.delivery import KV, Delivery, Unit

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from kp_cli.sources.converted import read_html, read_office, read_pdf
-from kp_cli.sources.drafts import STDIN, Draft, error_at, wrong
-from kp_cli.sources.texts import read_csv, read_json_lines, read_markdown, read_text
+from kp_cli.sources.converted import read_converted
+from kp_cli.sources.texts import STDIN, Draft, read_csv, read_json_lines, read_markdown, read_text
 from kp_core.errors import KnowledgePackError, SourceError
 from kp_core.facts.base import Fact
 
@@ -49,7 +48,7 @@ def read_facts(  # noqa: PLR0913 - every setting has a default that works
     - `.md`: as text, with the headings above (`Guide > Install`) as title; a fenced block is one paragraph.
       A row of a table is a paragraph with the names of its columns.
     - `.html`, `.docx`, `.pptx`, `.xlsx`: as the Markdown that markitdown makes of it, with the page's title, and
-      `slide` in the metadata. Text that it leaves out of an Office file is named in a warning.
+      `slide` in the metadata.
     - `.pdf`: the same for each page, with `page` in the metadata and the document's title as title.
     - `-`: JSON lines if it begins with `{`, else as `.txt`.
 
@@ -88,13 +87,14 @@ def read_rows(  # noqa: PLR0913 - every setting has a default that works
 
     def drafts() -> Iterator[Draft]:
         for number, row in enumerate(rows, start=1):
-            place = f"row {number}"
+            draft: Mapping[str, object] | SourceError = row
             if not isinstance(row, Mapping):
-                yield wrong(source, place, f"got {type(row).__name__}; expected a mapping with `text`")
+                draft = SourceError(f"got {type(row).__name__}; expected a mapping with `text`")
             elif missing := set(columns or ()) - row.keys():
-                yield wrong(source, place, f"got the fields {sorted(row)}; expected {sorted(missing)} too")
-            else:
-                yield place, {field: row[column] for column, field in columns.items()} if columns else row
+                draft = SourceError(f"got the fields {sorted(row)}; expected {sorted(missing)} too")
+            elif columns:
+                draft = {field: row[column] for column, field in columns.items()}
+            yield f"row {number}", draft
 
     return _kept(_facts(source, drafts(), namespace), on_error, skipped)
 
@@ -126,21 +126,20 @@ def _from_files(
     encoding: str | None,
 ) -> Iterator[Fact | SourceError]:
     for path in _files([paths] if isinstance(paths, str | os.PathLike) else paths):
-        if str(path) != STDIN and not path.exists():
+        is_stdin, suffix = str(path) == STDIN, path.suffix.lower()
+        if not is_stdin and not path.exists():
             yield SourceError(f"There is no file {path}. Check the path.")
-            continue
-        reader = _of_stdin() if str(path) == STDIN else FORMATS.get(path.suffix.lower())
-        if reader is None:
-            suffixes = ", ".join(FORMATS)
-            yield SourceError(f"{path}: got a file of type {path.suffix or 'unknown'!r}; expected one of {suffixes}.")
-            continue
-        if not path.is_file() and str(path) != STDIN:
+        elif not is_stdin and suffix not in FORMATS:
+            kinds = ", ".join(FORMATS)
+            yield SourceError(f"{path}: got a file of type {path.suffix or 'unknown'!r}; expected one of {kinds}.")
+        elif not is_stdin and not path.is_file():
             yield SourceError(f"{path}: got a pipe or device; expected a file. Write to a file first, or use -.")
-            continue
-        try:
-            yield from _facts(str(path), reader(path, max_chars, encoding), namespace)
-        except OSError as error:
-            yield SourceError(f"{path}: cannot be read ({error.strerror or error}).")
+        else:
+            reader = _of_stdin() if is_stdin else FORMATS[suffix]
+            try:
+                yield from _facts(str(path), reader(path, max_chars, encoding), namespace)
+            except OSError as error:
+                yield SourceError(f"{path}: cannot be read ({error.strerror or error}).")
 
 
 def _of_stdin() -> _Reader:
@@ -151,9 +150,11 @@ def _of_stdin() -> _Reader:
 def _facts(source: str, drafts: Iterator[Draft], namespace: str | None) -> Iterator[Fact | SourceError]:
     for place, draft in drafts:
         try:
-            yield draft if isinstance(draft, SourceError) else _fact(source, draft, namespace)
+            if isinstance(draft, SourceError):
+                raise draft
+            yield _fact(source, draft, namespace)
         except KnowledgePackError as error:
-            yield error_at(source, place, str(error))
+            yield SourceError(f"{source}, {place}: {error}")
 
 
 def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
@@ -185,11 +186,6 @@ FORMATS: dict[str, _Reader] = {
     ".csv": read_csv,
     ".txt": read_text,
     ".md": read_markdown,
-    ".docx": read_office,
-    ".pptx": read_office,
-    ".xlsx": read_office,
-    ".pdf": read_pdf,
-    ".html": read_html,
-    ".htm": read_html,
+    **dict.fromkeys((".docx", ".pptx", ".xlsx", ".pdf", ".html", ".htm"), read_converted),
 }
 """The reader of each file format, by suffix."""

@@ -3,59 +3,94 @@
 from __future__ import annotations
 
 import csv
+import io
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
-from kp_cli.sources.drafts import Draft, Headings, below, cut, lines_of, title_of, wrong
-from kp_cli.sources.tables import are_names, markdown_rows, named, row_texts
 from kp_core.errors import SourceError
 
-__all__ = ["markdown_drafts", "read_csv", "read_json_lines", "read_markdown", "read_text"]
+__all__ = ["STDIN", "Draft", "markdown_drafts", "read_csv", "read_json_lines", "read_markdown", "read_text"]
 
+STDIN = "-"
+"""The file name for standard input."""
+
+Draft: TypeAlias = tuple[str, Mapping[str, object] | SourceError]
+"""A place in a file ("line 3"), with the fields of the fact there, or what is wrong there."""
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _HEADING = re.compile(r"(#{1,6})\s+(.*)$")
 _FENCE = re.compile(r"(`{3,}|~{3,})")
+_NUMBER = re.compile(r"[-+(]?[$€£]?\s?\d[\d.,' ]*\s?[%$€£)]?")
+_PIPE = re.compile(r"(?<!\\)\|")
+_RULE = re.compile(r"(?=.*-)(?=.*\|)[|: \t-]+")
+_LONGEST_NAME = 60
 
 
 def read_text(path: Path, max_chars: int, encoding: str | None = None) -> Iterator[Draft]:
     """Yield the paragraphs between blank lines."""
-    yield from _paragraphs(lines_of(path, encoding), max_chars, markdown=False)
+    yield from _paragraphs(_lines_of(path, encoding), max_chars, markdown=False)
 
 
 def read_markdown(path: Path, max_chars: int, encoding: str | None = None) -> Iterator[Draft]:
-    """Yield paragraphs and fenced blocks, under the headings above them."""
-    yield from markdown_drafts(lines_of(path, encoding), max_chars)
+    """Yield paragraphs, fenced blocks and table rows, under the headings above them."""
+    yield from markdown_drafts(_lines_of(path, encoding), max_chars)
 
 
 def markdown_drafts(lines: Iterable[tuple[int, str | SourceError]], max_chars: int) -> Iterator[Draft]:
-    """Yield paragraphs, fenced blocks and table rows of numbered lines, under the headings above them.
-
-    A heading with nothing below it, not even another heading, is a paragraph itself.
-    """
+    """As `read_markdown`, for numbered lines. A heading with nothing below it is a paragraph itself."""
     yield from _paragraphs(lines, max_chars, markdown=True)
+
+
+def _lines_of(path: Path, encoding: str | None) -> Iterator[tuple[int, str | SourceError]]:
+    """Yield the lines of a text file with their numbers from 1; a line not in `encoding` (UTF-8) is an error."""
+    encoding, is_stdin = encoding or "UTF-8", str(path) == STDIN
+    file = io.TextIOWrapper(sys.stdin.buffer if is_stdin else path.open("rb"), encoding, "surrogateescape")
+    try:
+        for number in itertools.count(1):
+            try:
+                line = file.readline()
+                # Invalid bytes become lone surrogates, which cannot be encoded.
+                line.encode()
+            except UnicodeEncodeError as error:
+                yield number, SourceError(f"is not {encoding} (at character {error.start + 1})")
+                continue
+            except UnicodeError as error:  # UTF-16 without a byte order mark raises a plain UnicodeError.
+                yield number, SourceError(f"is not {encoding} ({getattr(error, 'reason', error)})")
+                return
+            if not line:
+                return
+            yield number, (line.removeprefix("\ufeff") if number == 1 else line).rstrip("\n")
+    finally:
+        buffer = file.detach()
+        if not is_stdin:
+            buffer.close()
 
 
 def _paragraphs(  # noqa: C901 - one pass over the lines
     source: Iterable[tuple[int, str | SourceError]], max_chars: int, *, markdown: bool
 ) -> Iterator[Draft]:
     lines: list[str] = []
-    headings: Headings = ()
+    headings: list[tuple[int, str]] = []  # Levels and names of those above.
     begun, fence, bare = 1, "", 0  # `bare` is the line of the last heading while nothing is below it.
+
+    def drafts(number: int, text: str, above: Sequence[tuple[int, str]]) -> Iterator[Draft]:
+        title = " > ".join(name for _, name in above)
+        for piece in _cut(text, max_chars):
+            yield f"line {number}", {"text": piece, "title": title, "line": number}
 
     def flush() -> Iterator[Draft]:
         nonlocal bare
         for number, text in _with_rows(lines, begun) if markdown else [(begun, "\n".join(lines))]:
-            for piece in cut(text, max_chars):
+            for draft in drafts(number, text, headings):
                 bare = 0
-                yield f"line {number}", {"text": piece, "title": title_of(headings), "line": number}
+                yield draft
         lines.clear()
-
-    def childless() -> Iterator[Draft]:
-        if bare and headings[-1][1]:
-            for piece in cut(headings[-1][1], max_chars):
-                yield f"line {bare}", {"text": piece, "title": title_of(headings[:-1]), "line": bare}
 
     for number, line in source:
         if isinstance(line, SourceError):
@@ -67,8 +102,9 @@ def _paragraphs(  # noqa: C901 - one pass over the lines
             yield from flush()
             if heading:
                 if bare and len(heading[1]) <= headings[-1][0]:
-                    yield from childless()
-                headings = below(headings, len(heading[1]), heading[2].rstrip("#").rstrip())
+                    yield from drafts(bare, headings[-1][1], headings[:-1])
+                headings = [above for above in headings if above[0] < len(heading[1])]
+                headings.append((len(heading[1]), heading[2].rstrip("#").rstrip()))
                 bare = number
             continue
         if not lines:
@@ -77,7 +113,22 @@ def _paragraphs(  # noqa: C901 - one pass over the lines
         if mark and (not fence or (line.strip() == mark[1] and mark[1].startswith(fence))):
             fence = "" if fence else mark[1]
     yield from flush()
-    yield from childless()
+    if bare:
+        yield from drafts(bare, headings[-1][1], headings[:-1])
+
+
+def _cut(text: str, max_chars: int) -> Iterator[str]:
+    """Cut `text` into parts of at most `max_chars`, at sentence ends if possible, else between words."""
+    chunk = ""
+    wrapper = textwrap.TextWrapper(max_chars, expand_tabs=False, replace_whitespace=False, break_on_hyphens=False)
+    for sentence in _SENTENCE_END.split(text) if len(text) > max_chars else [text]:
+        for piece in [sentence] if len(sentence) <= max_chars else wrapper.wrap(sentence):
+            if chunk and len(chunk) + 1 + len(piece) > max_chars:
+                yield chunk
+                chunk = ""
+            chunk = f"{chunk} {piece}" if chunk else piece
+    if chunk.strip():
+        yield chunk
 
 
 def _with_rows(lines: Sequence[str], begun: int) -> Iterator[tuple[int, str]]:
@@ -85,77 +136,100 @@ def _with_rows(lines: Sequence[str], begun: int) -> Iterator[tuple[int, str]]:
 
     A single line above the table is its caption.
     """
-    found = None if lines and _FENCE.match(lines[0].strip()) else markdown_rows(lines)
-    if found is None:
+    rules = (at for at, line in enumerate(lines) if at and "|" in lines[at - 1] and _RULE.fullmatch(line))
+    rule = None if lines and _FENCE.match(lines[0].strip()) else next(rules, None)
+    if rule is None:
         yield begun, "\n".join(lines)
         return
-    at, rows = found
-    if at > 1:
-        yield begun, "\n".join(lines[:at])
-    caption = lines[0].strip() if at == 1 else ""
-    if any(rows[0]):
-        texts = row_texts(rows, caption, is_marked=True) or ()
-    else:  # markitdown puts an empty header above a table without one.
-        texts = ["", *(row_texts(rows[1:], caption) or (" ".join(filter(None, row)) for row in rows[1:]))]
-    yield from ((begun + at + number + 1, text) for number, text in enumerate(texts) if text)
+    if rule > 2:
+        yield begun, "\n".join(lines[: rule - 1])
+    names, rows = _cells(lines[rule - 1]), [_cells(line) for line in lines[rule + 1 :]]
+    caption = lines[0].strip() if rule == 2 else ""
+    if not any(names):  # markitdown puts an empty header above a table without one.
+        names = rows.pop(0) if rows and _has_header(rows) else []
+        begun += bool(names)
+    for number, row in enumerate(rows, begun + rule + 1):
+        if text := _named(names, row, caption) if names else " ".join(filter(None, row)):
+            yield number, text
+
+
+def _cells(line: str) -> list[str]:
+    """The cells of a row in Markdown, without the borders."""
+    row = [cell.strip().replace("\\|", "|") for cell in _PIPE.split(line.strip())]
+    return row[not row[0] : len(row) - (not row[-1] and len(row) > 1)]
+
+
+def _named(names: Sequence[str], values: Sequence[str], caption: str = "") -> str:
+    """A row as text, e.g. `Staff in May. Team: billing; People: 8`; values without a name stand alone."""
+    pairs = [pair for pair in itertools.zip_longest(names, values, fillvalue="") if pair[1]]
+    text = "; ".join(f"{name}: {value}" if name and len(pairs) > 1 else value for name, value in pairs)
+    return f"{caption.rstrip('.: ')}. {text}" if caption and text else text
+
+
+def _are_names(row: Sequence[str]) -> bool:
+    """Whether a row can hold the names of columns: none is empty, long, a number, or there twice."""
+    names = [cell for cell in row if 0 < len(cell) <= _LONGEST_NAME and not _NUMBER.fullmatch(cell)]
+    return 1 < len(row) == len(set(names))
+
+
+def _has_header(rows: Sequence[Sequence[str]]) -> bool:
+    """Whether the first row names the columns: one below has numbers alone, or there are three columns and rows."""
+    first, rest = rows[0], [row for row in rows[1:] if any(row)]
+    if not rest or not _are_names(first):
+        return False
+    columns = [list(filter(None, column)) for column in itertools.zip_longest(*rest)]
+    return len(first) > 2 < len(rows) or any(column and all(map(_NUMBER.fullmatch, column)) for column in columns)
 
 
 def read_json_lines(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]:
     """Yield one object per line."""
-    for number, line in lines_of(path, encoding):
+    for number, line in _lines_of(path, encoding):
+        row: Mapping[str, object] | SourceError
         if isinstance(line, SourceError):
-            yield f"line {number}", line
+            row = line
+        elif not line.strip():
             continue
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            yield wrong(path, f"line {number}", f"is not JSON ({error})")
-            continue
-        if isinstance(row, dict):
-            yield f"line {number}", row
         else:
-            yield wrong(path, f"line {number}", f"got {type(row).__name__}; expected an object with `text`")
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                row = SourceError(f"is not JSON ({error})")
+        if not isinstance(row, dict | SourceError):
+            row = SourceError(f"got {type(row).__name__}; expected an object with `text`")
+        yield f"line {number}", row
 
 
-def read_csv(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]:
+def read_csv(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]:  # noqa: C901 - one pass
     """Yield one record per row; the first line has the names. Without a column `text`, the whole row is the text."""
     bad: list[Draft] = []
 
     def good() -> Iterator[str]:
-        for number, line in lines_of(path, encoding):
+        for number, line in _lines_of(path, encoding):
             if isinstance(line, SourceError):
                 bad.append((f"line {number}", line))
             else:
                 yield line + "\n"
 
     rows = csv.reader(good(), strict=True)
-    names: list[str] | None = None
-    for row in _parsed(path, rows):
-        if isinstance(row, tuple):
-            yield row
-        elif names is None:
+    names: list[str] = []
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            break
+        except csv.Error as error:
+            yield f"line {rows.line_num}", SourceError(f"is not CSV ({error})")
+            continue
+        place = f"line {rows.line_num}"
+        if not names:
             names = row
-            if "text" not in names and not are_names(names):
-                yield wrong(
-                    path, "line 1", f"got the columns {names}; expected one called `text`, or two names and more"
-                )
+            if "text" not in names and not _are_names(names):
+                reason = f"got the columns {names}; expected one called `text`, or two names and more"
+                yield "line 1", SourceError(reason)
                 return
         elif len(row) == len(names):
             fields = {name: cell for name, cell in zip(names, row, strict=True) if cell}
-            draft = fields if "text" in names else {"text": named(names, row), "metadata": fields}
-            yield f"line {rows.line_num}", draft
+            yield place, fields if "text" in names else {"text": _named(names, row), "metadata": fields}
         elif row:
-            yield wrong(path, f"line {rows.line_num}", f"got {len(row)} cells; expected {len(names)}")
+            yield place, SourceError(f"got {len(row)} cells; expected {len(names)}")
     yield from bad
-
-
-def _parsed(path: Path, rows: Any) -> Iterator[list[str] | Draft]:  # noqa: ANN401 - the csv module's own type
-    while True:
-        try:
-            yield next(rows)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            yield wrong(path, f"line {rows.line_num}", f"is not CSV ({error})")
