@@ -46,17 +46,24 @@ _COMMANDS = {
 }
 """Each command: its module, which is imported on call, as some take seconds; and its help."""
 
+_NO_VACUUM = "`chroma vacuum --path COLLECTION` is Chroma's own command"
 _GONE = {
     "add": "use `kp build COLLECTION [FILE...] [--fact TEXT]`",
+    "ask --order": "packs stand as they are found",
+    "build --dataset": "write its rows as JSON lines, `datasets.load_dataset(NAME, split='train')"
+    ".to_json('rows.jsonl')`, and build from rows.jsonl",
     "chat": "use `kp ask COLLECTION`, without a question",
     **dict.fromkeys(("up", "down"), "`kp serve`, `kp play` or a Python process keeps a model loaded"),
+    "doctor MODEL": "use `kp doctor --model MODEL`",
     "gc": "use `kp remove COLLECTION --unused`",
     "inspect": "use `kp status PATH`",
     "key": "use `kp serve --new-key FILE --namespace NAME`",
+    "remove --vacuum": _NO_VACUUM,
+    "remove --no-vacuum": _NO_VACUUM,
     "size": "use `kp status PATH... --cost`",
     "steer calibrate": "use `python -m benchmarks.steering_range FILE` of the repository",
 }
-"""Commands of earlier releases, and what to use instead."""
+"""Commands and options of earlier releases, and what to use instead."""
 
 _GUIDE = """\
 Knowledge Packs: facts found by meaning, for a model that has read them.
@@ -74,7 +81,9 @@ class _Late(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - of Click, which Typer hides
         """See `TyperGroup.resolve_command`."""
-        for command in (args[0], " ".join(args[:2])):
+        options = [argument.partition("=")[0] for argument in args[1:] if argument.startswith("--")]
+        positional = [args[1], "MODEL"] if args[1:] and not args[1].startswith("-") else []
+        for command in (args[0], *(f"{args[0]} {argument}" for argument in (*positional, *options))):
             if command in _GONE:
                 raise typer.BadParameter(f"`kp {command}` is gone in 0.3; {_GONE[command]}.")
         name, _, arguments = super().resolve_command(ctx, args)

@@ -57,25 +57,13 @@ MUCH_BYTES = 10**9
 """A build that writes more bytes says how to write fewer."""
 
 _Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for another writer.")]
-_Vacuum = Annotated[
-    bool, typer.Option("--vacuum/--no-vacuum", help="Erase removed facts from the disk; Chroma keeps them until then.")
-]
 _Unit = Annotated[Unit, typer.Option(help="What a pack holds.")]
-
-
-def _no_dataset(name: str | None) -> None:
-    if name is not None:
-        raise typer.BadParameter(
-            f"--dataset is gone in 0.3; write the rows as JSON lines: `datasets.load_dataset({name!r}, split='train')"
-            ".to_json('rows.jsonl')`, and build from rows.jsonl."
-        )
 
 
 @dataclass(frozen=True)
 class SourceOptions:
     """Options for reading facts."""
 
-    dataset: Annotated[str | None, typer.Option(hidden=True, callback=_no_dataset)] = None
     namespace: Annotated[str | None, typer.Option(help="Namespace of the facts.", callback=checked_namespace)] = None
     ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="Facts expire after this time.")] = None
     on_error: Annotated[OnError, typer.Option(help="What to do with rows that are no facts.")] = "raise"
@@ -230,7 +218,6 @@ def remove(  # noqa: PLR0913 - one parameter per option
     namespace: MaybeNamespace = None,
     unused: Annotated[bool, typer.Option("--unused", help="Remove no facts, only packs that no fact uses.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
-    vacuum: _Vacuum = True,
     options: PlaceOptions,
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
@@ -255,9 +242,14 @@ def remove(  # noqa: PLR0913 - one parameter per option
             for space in {fact.namespace for fact in matching}:
                 collection.delete([fact.id for fact in matching if fact.namespace == space], namespace=space)
             packs = _collect(collection, folder, namespace if unused else None)
-            note = _vacuum(collection, wanted=vacuum)
-            report |= {"packs": packs, "vacuumed": not note}
-            message = f"Facts removed: {len(matching)}; packs: {packs}; facts left: {len(collection)}.{note}"
+            report["packs"] = packs
+            message = f"Facts removed: {len(matching)}; packs: {packs}; facts left: {len(collection)}."
+            if matching:
+                where = "FOLDER` on its server" if collection.path is None else f"{collection.path}`"
+                message += (
+                    f" Chroma's files still hold their text: `chroma vacuum --path {where} clears all but the log of "
+                    "its last thousand changes."
+                )
         tell({**report, "facts": len(collection)}, message, as_json=as_json)
 
 
@@ -346,16 +338,6 @@ def _compile_there(server: VLLMEngine, units: Sequence[Fact], unit: Unit) -> Non
 def _collect(facts: ChromaFactStore, folder: str, namespace: str | None = None) -> int:
     """Remove the packs in `folder`, of `namespace` if given, that no fact uses any more. Returns how many."""
     return len(Delivery(facts, None, PackStore(folder), namespace=namespace).gc()) if is_store(folder) else 0
-
-
-def _vacuum(facts: ChromaFactStore, *, wanted: bool) -> str:
-    """Vacuum the database. Returns a sentence if removed data stays on the disk, else an empty string."""
-    if facts.path is None:
-        return f" {facts.where} keeps removed facts until `chroma vacuum --path FOLDER` is run there."
-    if not wanted:
-        return f" Chroma keeps removed facts on the disk until `kp remove {facts.path} --unused`."
-    facts.vacuum()
-    return ""
 
 
 def _full_id(prefix: str, facts: FactStore) -> str:

@@ -204,7 +204,7 @@ class PlaceOptions:
             return self.packs
         if facts.path is not None:
             return str(facts.path / "packs")
-        location = f"{place if is_url(place) else Path(place).resolve()} {facts.collection or ''}".strip()
+        location = place if is_url(place) else str(Path(place).resolve())
         slug = re.sub(r"\W+", "-", location).strip("-")[-40:]
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return str(cache / "knowledge-packs" / f"{slug}-{content_id(location)[:8]}")

@@ -51,9 +51,11 @@ _GONE: Mapping[str, str] = {
     "co_compile": "`keep='always'` keeps what a request computes behind other packs",
     "compress='int8'": "'lossless' stores KV in fewer bytes, kv='lazy' stores text alone",
     "deterministic": "an engine computes in one way, bit for bit where it supports 'bitwise'",
+    "from_collection": "an adapter delivers what your own retriever finds (docs/vector-stores.md)",
     "order": "packs stand as they are given: give them in the order of an earlier request",
     "mismatch='accept'": "'rebuild' computes packs of other numerics anew from their text",
     "upgrade": "a request with composer='exact' computes the exact KV and keeps it",
+    "vacuum": "`chroma vacuum --path FOLDER` is Chroma's own command (docs/security.md)",
 }
 """Options, and values of options, of earlier releases; and what to use instead."""
 

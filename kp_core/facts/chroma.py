@@ -1,4 +1,4 @@
-"""Facts in Chroma: in a folder, on a server or through any client; also reads collections made by others."""
+"""Facts in Chroma: in a folder, on a server or through any client."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from filelock import FileLock
 
-from kp_core.bundled import bundled_embedder
-from kp_core.errors import FactError, KnowledgePackError, MissingDependencyError
+from kp_core.errors import FactError, KnowledgePackError, gone
 from kp_core.facts.base import Fact, Filter, Hit
-from kp_core.facts.client import FACTS, SCHEMA, check_unlocked, is_url, open_client, prepared, run_vacuum, version_of
-from kp_core.facts.embed import Embedder, OtherEmbedder, SentenceTransformerEmbedder, as_embedder, normalised
+from kp_core.facts.client import FACTS, SCHEMA, check_unlocked, is_url, open_client, prepared, version_of
+from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder, normalised
 from kp_core.facts.filters import predicate
-from kp_core.facts.index import blank_room, check_index, repair_mark
 from kp_core.facts.store import BANK_SIZE, FactStore, Row, Vectors, alive, ranked
-from kp_core.packs.handle import check_namespace
 from kp_core.pickling import Shared
 from kp_core.threads import check_process
 
@@ -36,8 +33,6 @@ _HNSW = {"space": "cosine", "ef_search": 200}
 _BANK, _BANKS = _OURS + "bank", _OURS + "banks"
 _GROWTH, _PAGE = 4, 1000
 _NO_VECTOR = np.zeros(0, np.float32)
-# Check the embedder on this many records of a foreign collection. From this cosine on, it is the same embedder.
-_SAMPLE, _SAME = 4, 0.98
 _LARGEST = 2**63
 _COMPARED = ("$eq", "$gt", "$gte", "$lt", "$lte")
 _FIELDS = ("title", "source", "version", "expires", "digest", "bank")
@@ -50,8 +45,8 @@ class ChromaFactStore(FactStore):
 
     `path` is a folder or the URL of a Chroma server; or pass a `client` (e.g. a `CloudClient`). A folder is for one
     process at a time, readable by its owner only; a server is for any number. `tenant`, `database` and `headers` go to
-    the server; `timeout_s` limits each call. Once a call has returned, its changes are safe. Foreign collections and
-    folders are never changed; to read them, see `from_collection`.
+    the server; `timeout_s` limits each call. Once a call has returned, its changes are safe. Collections and folders
+    that are not ours are refused, and never changed.
 
     Without an `embedder`, a folder uses the one it was made with, and a new one the bundled MiniLM. LangChain
     `Embeddings` and LlamaIndex embeddings work too. `read_only` locks and changes nothing; each call sees what other
@@ -64,14 +59,11 @@ class ChromaFactStore(FactStore):
 
     path: Path | None = None
     """The folder; `None` for a server or client."""
-    collection: str | None = None
-    """Name of the foreign collection that is read; `None` for our own."""
     _client: Any = None
     _former: Any = None
     _version: tuple[int, int] | None = None
     _lock: FileLock | None = None
     _closed = False
-    _space: str = "cosine"
 
     def __init__(  # noqa: PLR0913 - every setting has a default that works
         self,
@@ -95,8 +87,6 @@ class ChromaFactStore(FactStore):
             self.path = Path(path)
             self._lock = prepared(self.path, read_only=read_only, wait=wait)
         try:
-            if self.path is not None:
-                check_index(self.path, self._lock)
             with _told(self.where):
                 if self.path is not None and self._lock is None:
                     self._version = version_of(self.path)
@@ -113,70 +103,9 @@ class ChromaFactStore(FactStore):
             if self.path is not None:
                 # Two stores on one folder see each other's changes, and write one at a time.
                 self._writing = _WRITING.setdefault(str(self.path.resolve()), self._writing)
-                if self._lock is not None:
-                    self._mend(self.path)
         except BaseException:
             self.close()
             raise
-
-    @classmethod
-    def from_collection(  # noqa: PLR0913 - what to open, where it is, and how
-        cls,
-        collection: Any = None,  # noqa: ANN401 - a chromadb collection, or its name
-        embedder: Embedder | Any | None = None,  # noqa: ANN401
-        *,
-        path: str | os.PathLike[str] | None = None,
-        client: Any = None,  # noqa: ANN401
-        namespace: str = "default",
-        searched: bool = True,
-        **server: Any,  # noqa: ANN401
-    ) -> Self:
-        """Open any Chroma collection as facts of `namespace`: searched, listed and compiled, but never changed.
-
-        `collection` is a collection, or its name in a folder, server or client. The name may be omitted if there is
-        only one. `title` and `source` of a fact are the metadata of these names. A hit's score is the cosine; for the
-        distance `ip` the dot product; for `l2` over vectors of other lengths a value in the same order. Questions are
-        embedded by `embedder`, else by the collection's own embedding function, else by the bundled MiniLM, which also
-        stands for Chroma's default: it is the same model, and is here. With `searched=False` the embedder is not
-        checked: the collection is only listed. There are no banks.
-
-        Raises `FactError` if there is no such collection, naming the existing ones, and for an embedder whose vectors
-        differ from those of the collection.
-        """
-        where = str(path or "Chroma")
-        if collection is None or isinstance(collection, str):
-            if (path is None) == (client is None):
-                raise FactError(f"Got the name {collection!r}; expected `path` or `client` to find it in.")
-            if path is not None and not is_url(path) and not (Path(path) / "chroma.sqlite3").is_file():
-                raise FactError(f"There is no Chroma database in {path}.")
-            with _told(where):
-                client = client or open_client(path, migrations="validate", **server)
-                names = [listed.name for listed in client.list_collections()]
-                if collection is None and len(names) == 1:
-                    [collection] = names
-                if collection not in names:
-                    problem = (
-                        "Name a collection of" if collection is None else f"There is no collection {collection!r} in"
-                    )
-                    raise FactError(f"{problem} {where}; there are {names}.")
-                collection = client.get_collection(collection)
-        store = cls.__new__(cls)  # Skip `__init__`, which would create, lock and check files.
-        store._read(collection, embedder, check_namespace(namespace), where)  # noqa: SLF001 - one of ours
-        if searched:
-            store._check_embedder(store._opened[namespace])  # noqa: SLF001
-        return store
-
-    def _read(self, collection: Any, embedder: Any, namespace: str, where: str) -> None:  # noqa: ANN401
-        """Initialise the store for a foreign collection, in place of `__init__`."""
-        self.collection, self.where = collection.name, f"{where}, collection {collection.name!r}"
-        self.read_only, self._process = True, os.getpid()
-        with _told(self.where):
-            settings = collection.configuration_json or {}
-        metrics = [section.get("space") for section in settings.values() if isinstance(section, Mapping)]
-        self._space = next((metric for metric in metrics if metric in {"cosine", "l2", "ip"}), "l2")
-        fallback = _own_embedder(collection, settings) or SentenceTransformerEmbedder()
-        super().__init__(fallback if embedder is None else embedder)
-        self._opened, self._centroids = {namespace: collection}, {}
 
     def close(self) -> None:
         """Release the folder; a second call does nothing."""
@@ -187,8 +116,6 @@ class ChromaFactStore(FactStore):
                 if client is not None:
                     client.close()
             if self._lock is not None:
-                if self.path is not None and self._lock.lock_counter == 1:
-                    blank_room(self.path)
                 self._lock.release()
 
     def __enter__(self) -> Self:
@@ -198,7 +125,7 @@ class ChromaFactStore(FactStore):
         self.close()
 
     def _opens(self) -> Callable[[], Shared]:
-        if self.path is None or self.collection is not None:
+        if self.path is None:
             return super()._opens()
         return partial(ChromaFactStore, str(self.path.absolute()), self.embedder, read_only=self.read_only)
 
@@ -213,44 +140,14 @@ class ChromaFactStore(FactStore):
         files = [self.path / "chroma.sqlite3", *self.path.glob("*-*-*-*-*/*")]
         return sum(file.stat().st_size for file in files if file.is_file())
 
-    def vacuum(self) -> None:
-        """Delete removed data from the disk, which Chroma keeps in free pages and in its change log.
+    @classmethod
+    def from_collection(cls, *_: object, **_settings: object) -> NoReturn:
+        """Raises `FactError`."""
+        raise FactError(f"There is no `ChromaFactStore.from_collection`.{gone('from_collection')}")
 
-        No other store in this process may have the folder open. Servers do this themselves.
-        """
-        self._check_writes()
-        if self.path is None:
-            raise FactError(f"{self.where} is no folder; vacuum it where it runs, with `chroma vacuum --path FOLDER`.")
-        with self._writing, _told(self.where):
-            for collection in self._own_collections():
-                if collection.count():
-                    collection.modify(configuration={"hnsw": {"sync_threshold": 2, "batch_size": 2}})
-                else:
-                    self._client.delete_collection(collection.name)
-            self._client.close()
-            try:
-                # Chroma cuts its change log only up to what an index contains, and writes an index after
-                # `sync_threshold` changes. A new threshold takes effect at the next opening.
-                self._client = open_client(self.path)
-                for collection in self._own_collections():
-                    one = collection.get(limit=1, include=["embeddings"])
-                    for _ in range(3):
-                        collection.update(ids=one["ids"], embeddings=one["embeddings"])
-                self._client.close()
-                run_vacuum(self.path)
-            finally:
-                self._client = open_client(self.path)
-                self._opened, self._centroids = {}, {}
-                self._spaces(None)
-                for collection in self._own_collections():
-                    collection.modify(configuration={"hnsw": {"sync_threshold": 1000, "batch_size": 100}})
-
-    def _mend(self, path: Path) -> None:
-        with self._writing, _told(self.where):
-            if (mark := repair_mark(path)).exists():
-                for space in self._spaces(None):
-                    self._renew(space)
-                mark.unlink()
+    def vacuum(self) -> NoReturn:
+        """Raises `FactError`."""
+        raise FactError(f"There is no `ChromaFactStore.vacuum`.{gone('vacuum')}")
 
     def _listed(self) -> dict[str, Any]:
         """Return our fact collections, by namespace."""
@@ -258,14 +155,9 @@ class ChromaFactStore(FactStore):
         facts = ((about.get("namespace"), collection) for about, collection in ours if about.get("kind") == FACTS)
         return {str(name): collection for name, collection in facts if collection.name == f"kp-{name}-{FACTS}"}
 
-    def _own_collections(self) -> list[Any]:
-        """Return all collections with our marker; other collections in the database are not ours."""
-        names = [collection.name for collection in self._client.list_collections() if "kind" in _about(collection)]
-        return [self._client.get_collection(name, embedding_function=None) for name in names]
-
     def _spaces(self, namespace: str | None) -> list[str]:
         self._check_open()
-        if namespace not in self._opened and self.collection is None:
+        if namespace not in self._opened:
             # Another store, or another process on the server, may have added some.
             with _told(self.where):
                 for name, collection in self._listed().items():
@@ -294,15 +186,14 @@ class ChromaFactStore(FactStore):
             page = {"limit": _PAGE, "offset": at, "where": test} if unique is None else {"ids": unique[at : at + _PAGE]}
             answer = self._call(self._collection(space), "get", include=include, **page)
             embeddings = answer["embeddings"] if vectors else [_NO_VECTOR] * len(answer["ids"])
-            records = zip(answer["ids"], answer["documents"], answer["metadatas"], embeddings, strict=True)
-            for fact, metadata, vector in self._facts_of(space, records):
-                yield Row(fact, np.asarray(vector, np.float32), metadata.get(_BANK))
+            records = zip(answer["ids"], answer["documents"], answer["metadatas"], strict=True)
+            for record, vector in zip(records, embeddings, strict=True):
+                yield Row(_from_record(*record, space), np.asarray(vector, np.float32), record[2].get(_BANK))
             if unique is None and len(answer["ids"]) < _PAGE:
                 return
 
     def _nearest(self, space: str, vector: Vectors, count: int, where: Filter | None = None) -> list[Hit]:
         test, limit = predicate(where or {}), count
-        scale = 2 if self._space == "l2" else 1  # For vectors of length 1, half the squared distance is 1 - cosine.
         arguments = {
             "query_embeddings": vector[None],
             "where": _pushed_down(where),
@@ -310,9 +201,10 @@ class ChromaFactStore(FactStore):
         }
         while True:
             answer = self._call(self._collection(space), "query", n_results=limit, **arguments)
-            columns = (answer[name][0] for name in ("ids", "documents", "metadatas", "distances"))
-            found = self._facts_of(space, zip(*columns, strict=True))
-            hits = [Hit(fact, 1 - distance / scale) for fact, _, distance in found if alive(fact) and test(fact)]
+            records = zip(answer["ids"][0], answer["documents"][0], answer["metadatas"][0], strict=True)
+            facts = [_from_record(*record, space) for record in records]
+            scored = zip(facts, answer["distances"][0], strict=True)
+            hits = [Hit(fact, 1 - distance) for fact, distance in scored if alive(fact) and test(fact)]
             if len(hits) >= count:
                 return hits[:count]
             if len(answer["ids"][0]) < limit:
@@ -324,8 +216,8 @@ class ChromaFactStore(FactStore):
     def _reached(self, space: str, ids: Sequence[str], where: Filter | None) -> bool:
         """Whether the index returned all records. Once vectors were replaced or deleted, it may not reach some."""
         pushed = _pushed_down(where)
-        if self.collection is not None or pushed is None:
-            return self.collection is not None or len(ids) >= self._count(space)
+        if pushed is None:
+            return len(ids) >= self._count(space)
         return len(ids) >= len(self._call(self._collection(space), "get", where=pushed, include=[])["ids"])
 
     def _scanned(self, space: str, vector: Vectors, count: int, test: Callable[[Fact], bool]) -> list[Hit]:
@@ -335,15 +227,6 @@ class ChromaFactStore(FactStore):
             return []
         [near] = ranked(vector[None], normalised(np.stack([row.vector for row in rows])), count)
         return [Hit(rows[at].fact, cosine) for at, cosine in near]
-
-    def _facts_of(
-        self, space: str, records: Iterable[tuple[str, str | None, Mapping[str, Any] | None, Any]]
-    ) -> Iterator[tuple[Fact, Mapping[str, Any], Any]]:
-        """Yield the fact, the metadata and the last column of each record that has a text."""
-        convert = _from_record if self.collection is None else _from_others_record
-        for fact_id, text, metadata, column in records:
-            if text and text.strip():
-                yield convert(fact_id, text, metadata, space), metadata or {}, column
 
     def _put(self, space: str, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
         collection, ids = self._collection(space), [fact.id for fact in facts]
@@ -400,14 +283,6 @@ class ChromaFactStore(FactStore):
             self._call(banks, "delete", ids=surplus)
         self._count_banks(space, len(centroids))
 
-    def _with_banks(self, spaces: list[str]) -> list[str]:
-        if spaces and self.collection is not None:
-            raise FactError(
-                f"{self.where} is not ours, so no banks are kept for it. Search without `probes`, deliver facts or "
-                "documents; or copy it: `ChromaFactStore(folder).add(facts.facts())`."
-            )
-        return super()._with_banks(spaces)
-
     def _count_banks(self, space: str, count: int) -> None:
         self._call(self._collection(space), "modify", metadata={**self._metadata(space), _BANKS: count})
 
@@ -420,11 +295,7 @@ class ChromaFactStore(FactStore):
     def _metadata(self, space: str) -> dict[str, Any]:
         collection = self._collection(space)
         with _told(self.where):
-            current = (
-                collection
-                if self._client is None
-                else self._client.get_collection(collection.name, embedding_function=None)
-            )
+            current = self._client.get_collection(collection.name, embedding_function=None)
         return dict(current.metadata or {})
 
     def _call(self, collection: Any, name: str, **arguments: Any) -> Any:  # noqa: ANN401
@@ -445,7 +316,7 @@ class ChromaFactStore(FactStore):
             if _OURS + "kind" not in existing[name]:
                 raise FactError(
                     f"{self.where}: the collection {name!r} is not ours (it lacks our marker), and stays as it is. Use "
-                    "another namespace or database, or read it with `ChromaFactStore.from_collection`."
+                    "another namespace or database."
                 )
             return self._client.get_collection(name, embedding_function=None)
 
@@ -468,26 +339,6 @@ class ChromaFactStore(FactStore):
         if self._is_sized and not self.read_only and marker.get("bank_size") != self.bank_size:
             unembedded.modify(metadata={**unembedded.metadata, "kp:bank_size": self.bank_size})
         return unembedded
-
-    def _check_embedder(self, collection: Any) -> None:  # noqa: ANN401
-        sample = self._call(collection, "get", limit=_SAMPLE, include=["documents", "embeddings"])
-        pairs = [
-            pair for pair in zip(sample["documents"], sample["embeddings"], strict=True) if pair[0] and pair[0].strip()
-        ]
-        if not pairs:
-            return
-        stored, computed = np.stack([vector for _, vector in pairs]), self.embedder.embed([text for text, _ in pairs])
-        description = f"vectors of {stored.shape[1]} dimensions; the embedder {self.embedder.name!r} makes"
-        if computed.shape != stored.shape:
-            raise FactError(
-                f"{self.where} holds {description} {computed.shape[1]}. Give the embedder that it was made with."
-            )
-        cosine = float(np.median((normalised(stored) * computed).sum(axis=1)))
-        if cosine < _SAME:
-            raise FactError(
-                f"{self.where} holds {description} others (cosine {cosine:.2f} on the same texts). Give the embedder "
-                "that it was made with."
-            )
 
     def forked(self) -> None:
         """See `FactStore.forked`; the lock of a folder is that of all its stores."""
@@ -518,8 +369,6 @@ class ChromaFactStore(FactStore):
 
     def _check_writes(self) -> None:
         self._check_open()
-        if self.collection is not None:
-            raise FactError(f"{self.where} is not ours and is only read. Change it with what made it.")
         if self.read_only:
             raise FactError(f"{self.where} was opened with read_only=True. Open it without to change it.")
         if self.path is not None:
@@ -549,34 +398,6 @@ def _about(collection: Any) -> dict[str, Any]:  # noqa: ANN401
     return {key.removeprefix("kp:"): value for key, value in items if key.startswith("kp:")}
 
 
-def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder | None:  # noqa: ANN401
-    """Return the embedding function that the collection was made with."""
-    description = settings.get("embedding_function") or {}
-    function = getattr(collection, "_embedding_function", None)
-    # A collection without a function gets Chroma's default one, which did not make its vectors.
-    if function is None or description.get("type") != "known":
-        return None
-    name = str(description.get("name"))
-    if name == "default":
-        with suppress(MissingDependencyError):
-            bundled_embedder()  # The same model, which Chroma would download.
-            return None
-
-    def asked(embed: Any, texts: Any) -> Any:  # noqa: ANN401 - Chroma's
-        try:
-            return embed(texts)
-        except Exception as error:  # The function may call or download anything.
-            raise FactError(
-                f"The collection's own embedding function, {name!r}, fails ({type(error).__name__}: {error}). "
-                "Give an embedder that makes the same vectors; for Chroma's default that is all-MiniLM-L6-v2, e.g. "
-                "`SentenceTransformerEmbedder()`, or --embedder bundled."
-            ) from error
-
-    return OtherEmbedder(
-        name, lambda texts: asked(function, texts), lambda text: asked(function.embed_query, [text])[0]
-    )
-
-
 def _to_record(fact: Fact) -> dict[str, Any]:
     """Return the metadata of a fact's record: the user's, and ours; what Chroma cannot store is JSON in `kp:more`."""
     more = {name: value for name, value in fact.metadata.items() if not _holds(name, value)}
@@ -601,13 +422,6 @@ def _from_record(fact_id: str, text: str, metadata: Mapping[str, Any] | None, na
     return Fact(text, metadata=extra | more, id=fact_id, namespace=namespace, **arguments)
 
 
-def _from_others_record(fact_id: str, text: str, metadata: Mapping[str, Any] | None, namespace: str) -> Fact:
-    """Return the fact of a foreign record; `title` and `source` are the metadata of these names."""
-    values = {name: value for name, value in (metadata or {}).items() if name and name != "_node_content"}
-    title, source = (str(values.get(name) or "") for name in ("title", "source"))
-    return Fact(text, title=title, source=source, metadata=values, id=fact_id, namespace=namespace)
-
-
 def _pushed_down(where: Filter | None) -> dict[str, Any] | None:
     """Return the part of a filter that Chroma can check; every match of `where` passes it. `None` if there is none."""
     return _together(
@@ -625,10 +439,8 @@ def _pushed(name: str, wanted: object) -> dict[str, Any] | None:
     conditions = wanted if isinstance(wanted, Mapping) else {"$eq": wanted}
     plain = {op: list(v) if isinstance(v, tuple | set | frozenset) else v for op, v in conditions.items()}
     supported = [(op, value) for op, value in plain.items() if _understood(op, value)]
-    # Our records store the fact's own fields under `kp:` names; foreign collections store title and source under plain
-    # ones.
-    bare = name.removeprefix(_OURS)
-    names = [bare, _OURS + bare] if name in _FIELDS or bare in {"title", "source"} else [name]
+    bare = name.removeprefix(_OURS)  # Our records store the fact's own fields under `kp:` names.
+    names = [name, _OURS + name] if name in _FIELDS else [name]
     tests = [test for key in names if (test := _together("$and", [{key: {op: value}} for op, value in supported]))]
     if tests and (name == bare or bare not in _FIELDS):
         # The predicate checks values stored as JSON.

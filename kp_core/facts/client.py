@@ -1,4 +1,4 @@
-"""Opens Chroma: whether a folder is ours, the lock for writing, the client, and its command-line tool.
+"""Opens Chroma: whether a folder is ours, the lock for writing, and the client.
 
 The only module that imports chromadb.
 """
@@ -8,10 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
@@ -22,7 +19,6 @@ from filelock import FileLock, Timeout
 
 from kp_core.bundled import needing
 from kp_core.errors import FactError, FactStoreLockedError
-from kp_core.facts.index import blank_room
 from kp_core.packs.blobs import replace_file
 
 __all__ = [
@@ -33,7 +29,6 @@ __all__ = [
     "is_url",
     "open_client",
     "prepared",
-    "run_vacuum",
     "version_of",
 ]
 
@@ -47,7 +42,6 @@ _NUMBERS = itertools.count(1)
 def open_client(
     path: str | os.PathLike[str] | None,
     *,
-    migrations: str = "apply",
     shared: bool = True,
     timeout_s: float = 60.0,
     headers: Mapping[str, str] | None = None,
@@ -57,23 +51,13 @@ def open_client(
     with needing("ChromaFactStore needs chromadb", "chroma"):
         import chromadb
         from chromadb.config import Settings
-    settings = Settings(anonymized_telemetry=False, migrations=migrations)
+    settings = Settings(anonymized_telemetry=False)
     if path is None or not is_url(path):
         check_unlocked(Path(path or "."), writing=True)
-        try:
-            # Chroma identifies an open folder by the path it was given, even after the process changes its directory.
-            # All clients of one spelling share what Chroma has read of the files.
-            spelling = "" if shared else "".join((os.sep, f"{os.sep}.")[int(bit)] for bit in f"{next(_NUMBERS):b}")
-            folder = f"{Path(path or '.').resolve()}{spelling}"
-            return chromadb.PersistentClient(folder, settings=settings, **server)
-        except chromadb.errors.InternalError as error:
-            if "migrations" not in str(error):
-                raise
-            upgrade = f"python -c \"import chromadb; chromadb.PersistentClient('{path}')\""
-            raise FactError(
-                f"{path} has an older schema than the chromadb that is installed, and stays as it is ({error}). "
-                f"`{upgrade}` upgrades it."
-            ) from error
+        # Chroma identifies an open folder by the path it was given, even after the process changes its directory.
+        # All clients of one spelling share what Chroma has read of the files.
+        spelling = "" if shared else "".join((os.sep, f"{os.sep}.")[int(bit)] for bit in f"{next(_NUMBERS):b}")
+        return chromadb.PersistentClient(f"{Path(path or '.').resolve()}{spelling}", settings=settings, **server)
     import httpx
 
     url = urlsplit(str(path))
@@ -133,8 +117,8 @@ def prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
             )
         if "chroma.sqlite3" in names:
             raise FactError(
-                f"{path} holds a Chroma database that we did not make; it stays as it is. Read it with "
-                "`ChromaFactStore.from_collection(name, path=...)`, or give another folder."
+                f"{path} holds a Chroma database that we did not make; it stays as it is. Give another folder, "
+                "or put a retriever of LangChain or LlamaIndex over it (docs/vector-stores.md)."
             )
         if names:
             raise FactError(
@@ -181,17 +165,6 @@ def check_unlocked(path: Path, *, writing: bool) -> None:
             ) from error
     except sqlite3.DatabaseError as error:
         raise FactError(f"{file} is no database, or damaged ({error}). Restore the folder from a copy.") from error
-
-
-def run_vacuum(path: Path) -> None:
-    """Delete removed data from the disk, in a folder that no process has open; raises `FactError` on failure."""
-    script = Path(sys.executable).with_name("chroma")
-    tool = str(script) if script.is_file() else shutil.which("chroma") or "chroma"
-    command = [tool, "vacuum", "--path", str(path), "--force"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
-    if result.returncode:
-        raise FactError(f"`{tool} ... {path}` failed: {(result.stderr or result.stdout).strip()}")
-    blank_room(path)
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

@@ -44,12 +44,6 @@ def test_help_names_every_command_and_the_exit_codes(kp: Kp) -> None:
     assert "--install-completion" in out
 
 
-def test_a_dataset_is_refused_with_what_to_do(kp: Kp) -> None:
-    code, out, err = kp("build", "bank", "--dataset", "squad")
-    assert (code, out) == (2, "")
-    assert "gone in 0.3; write the rows as JSON lines" in " ".join(err.replace("│", " ").split())
-
-
 def test_brackets_are_printed_as_they_are(kp: Kp, bank: Path, at_once: None) -> None:
     assert kp("build", "bank", "--fact", "Glyphs of [/orrelay] are [red]red[/red].", "--title", "[b]Glyphs[/]")[0] == 0
     code, out, _ = kp("search", "bank", "What are the glyphs of Orrelay?", "-k", "1")
@@ -124,7 +118,7 @@ def test_rows_that_make_no_fact_stop_a_build_or_are_counted(kp: Kp, tmp_path: Pa
         (["build", "bank"], 2, "neither files nor --fact"),
         (["build", "bank", "--fact", "a", "--fact", "b", "--id", "c"], 2, "--id goes with exactly one --fact"),
         (["remove", "bank"], 2, "neither ids nor --where nor --source"),
-        (["remove", "bank", "mil", "--no-vacuum"], 0, ""),
+        (["remove", "bank", "mil"], 0, ""),
         (["remove", "bank", "b"], 1, "the ids of 2 facts begin so"),
         (["remove", "bank", "mlil"], 1, "Did you mean mill?"),
         (["remove", "nothing", "--unused"], 1, "There is no collection in nothing"),

@@ -98,10 +98,7 @@ def test_a_server_compiles_a_collection_and_goes_on_where_it_was_stopped(
     plan = as_json(kp(*build))["plan"]
     assert (plan["packs"], plan["stored"], server.computed) == (0, 4, 4)
     # What is removed from the collection goes from the server's store.
-    assert (
-        as_json(kp("remove", str(bank), "mill", "--packs", str(server.store.path), "--no-vacuum", "--json"))["packs"]
-        == 1
-    )
+    assert as_json(kp("remove", str(bank), "mill", "--packs", str(server.store.path), "--json"))["packs"] == 1
 
 
 def test_a_store_of_its_own_and_a_text_that_is_too_long_stop_nothing(

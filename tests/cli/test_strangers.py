@@ -121,7 +121,7 @@ def test_a_server_is_a_place_as_well(kp: Kp, tmp_path: Path, emptied: str) -> No
     assert kp("verify", emptied, "--no-template")[0] == 0
     code, out, _ = kp("remove", emptied, "--source", "facts.txt")
     assert (code, "packs: 1; facts left: 0." in out) == (0, True)
-    assert "until `chroma vacuum --path FOLDER` is run there" in out
+    assert "`chroma vacuum --path FOLDER` on its server" in out
     assert len(open_client(emptied).get_collection("docs").get()["ids"]) == 4
 
 

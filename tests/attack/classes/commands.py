@@ -89,12 +89,12 @@ def _arguments(draw: Random, folder: Path, handles: list[str]) -> list[str]:
             ["search", "bank", said(), *where, *draw.choice(([], ["--lexical"]))],
             ["ask", place, said(), *where, *count, *_TINY, *draw.choice(([], ["--text"], ["--explain"], ["--composer", said()]))],
             ["status", place], ["verify", place, "--no-template"], ["verify", "bank", "--repair", "--no-template"],
-            ["remove", place, draw.choice(ids), *where, "--no-vacuum"], ["remove", "bank", "--source", said(), "--dry-run"],
+            ["remove", place, draw.choice(ids), *where], ["remove", "bank", "--source", said(), "--dry-run"],
             ["build", place, "--fact", said(), *space, *draw.choice(([], ["--id", said()], ["--title", said()], ["--ttl", draw.choice(_NUMBERS)]))],
             ["build", "bank", "--fact", said(), "--id", draw.choice(ids), "--replace"],
             ["build", "bank", file(draw.choice(("jsonl", "csv", "txt", "md", "html", "pdf"))), *draw.choice(([], ["--on-error", "skip"]))],
             ["build", draw.choice(("bank", "other", said() or "x")), file("jsonl"), *space, *draw.choice(([], ["--bank-size", draw.choice(_NUMBERS)]))],
-            ["remove", place, "--unused", "--no-vacuum"], ["edit", draw.choice(("bank", "packs")), draw.choice(ids), "--old", said(), "--new", said(), *_TINY[:2]],
+            ["remove", place, "--unused"], ["edit", draw.choice(("bank", "packs")), draw.choice(ids), "--old", said(), "--new", said(), *_TINY[:2]],
             [said(), said()], ["packet", said()], ["steer", said(), said()], ["search"], ["ask", "bank", said(), f"--{said()}"],
         )
     )  # fmt: skip
