@@ -27,8 +27,8 @@ from rich.progress import track
 
 from benchmarks import common
 from kp_core import ChromaFactStore, Fact, KnowledgePack, KVTensors, ModelFingerprint, PackStore, Prefix
+from kp_core.banks.client import open_client
 from kp_core.errors import KnowledgePackError, PackNotFoundError
-from kp_core.facts.client import open_client
 
 __all__ = ["kill_facts", "kill_packs", "main", "run"]
 

@@ -231,7 +231,7 @@ def repetition(text: str) -> float:
 def likeness(pairs: Sequence[Pair], embedder: Any) -> Callable[[str], float]:  # noqa: ANN401 - has `embed(texts)`
     """A score for `calibrate`: 1 for a text like the average positive side of `pairs`, -1 like the negative one.
 
-    `embedder` is one of `kp_core.facts.embed`. Of a conversation, only the last message counts. Raises `SteeringError`
+    `embedder` is one of `kp_core.banks.embed`. Of a conversation, only the last message counts. Raises `SteeringError`
     for no pairs, and for pairs whose sides have the same mean embedding.
     """
     if not pairs:

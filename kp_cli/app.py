@@ -136,7 +136,7 @@ def _top(
         # Our own error says in one sentence what is wrong with a file.
         logging.getLogger("pdfminer").setLevel(logging.CRITICAL)
     if context.invoked_subcommand is None:
-        from kp_core.facts.client import is_fact_store
+        from kp_core.banks.client import is_fact_store
 
         collections = sorted(folder.name for folder in Path().iterdir() if is_fact_store(folder))
         typer.echo(_GUIDE + (f"\n\nCollections here: {plain(', '.join(collections))}" if collections else ""))

@@ -31,11 +31,11 @@ from kp_cli.shared import (
 )
 from kp_cli.signs import waiting
 from kp_core import Generation, Message, PackStore
+from kp_core.banks.delivery import KV, Delivery, Found, Unit
 from kp_core.compose import composer_of
-from kp_core.delivery import KV, Delivery, Found, Unit
 from kp_core.engines.calibration import INSTRUCTION
-from kp_core.engines.request import Mismatch
 from kp_core.errors import ContextOverflowError, FactError, SteeringError
+from kp_core.plan.request import Mismatch
 from kp_core.steering import load_steering
 
 __all__ = ["ask"]

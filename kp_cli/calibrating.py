@@ -10,9 +10,9 @@ import typer
 
 from kp_cli.shared import JsonFlag, ModelOptions, Place, PlaceOptions, existing, spread, tell
 from kp_cli.sources.texts import read_json_lines
+from kp_core.banks.store import FactStore
 from kp_core.engines.calibration import COMPOSERS, CalibrationQuestion, calibrate_composers, enough_of
 from kp_core.errors import OptionError, SourceError
-from kp_core.facts.store import FactStore
 from kp_core.packs.store import PackStore
 
 __all__ = ["calibrate"]

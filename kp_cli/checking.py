@@ -30,17 +30,17 @@ from kp_cli.shared import (
 )
 from kp_cli.signs import waiting
 from kp_core import PackStore
-from kp_core.compiling import compile_cost, estimate_units
-from kp_core.delivery import Delivery, Unit
-from kp_core.engines.session import Session
+from kp_core.banks import ChromaFactStore
+from kp_core.banks.client import is_url
+from kp_core.banks.compiling import compile_cost, estimate_units
+from kp_core.banks.delivery import Delivery, Unit
+from kp_core.banks.store import BANK_SIZE
 from kp_core.errors import FactError, FactStoreLockedError, KnowledgePackError, PackError
-from kp_core.facts import ChromaFactStore
-from kp_core.facts.client import is_url
-from kp_core.facts.store import BANK_SIZE
 from kp_core.packs.codec import Compression
 from kp_core.packs.file import read_pack
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack
+from kp_core.session.session import Session
 
 __all__ = ["status", "verify"]
 

@@ -35,16 +35,16 @@ from kp_cli.signs import fitted, waiting
 from kp_cli.sources import OnError, read_facts
 from kp_cli.sources.texts import STDIN
 from kp_core import edit as editing
-from kp_core.compiling import compile_cost, find_compiled, provenance_of
-from kp_core.delivery import KV, Delivery, Unit
-from kp_core.engines.session import Session
+from kp_core.banks import ChromaFactStore, Fact, FactStore
+from kp_core.banks.compiling import compile_cost, find_compiled, provenance_of
+from kp_core.banks.delivery import KV, Delivery, Unit
 from kp_core.errors import FactError, PackError, SourceError
-from kp_core.facts import ChromaFactStore, Fact, FactStore
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
 from kp_core.packs.store import PackStore
 from kp_core.progress import bar_of
+from kp_core.session.session import Session
 from kp_serve.engine import VLLMEngine
 
 __all__ = ["SourceOptions", "build", "edit", "remove"]

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kp_cli.shared import ModelOptions, Place, PlaceOptions, about_hit, checked_namespace, spread
+from kp_core.banks import Fact, FactStore, Hit
+from kp_core.banks.delivery import Delivery, Found
 from kp_core.bundled import needing
-from kp_core.delivery import Delivery, Found
 from kp_core.errors import KnowledgePackError
-from kp_core.facts import Fact, FactStore, Hit
 
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer

@@ -82,8 +82,8 @@ def serve(  # noqa: PLR0913 - one parameter per option
         typer.echo(add_key(new_key, namespace, write=write))  # Printed once; the file stores its hash.
         return
     model, store = _to_serve(model, store, host, has_keys=keys is not None, write=write)
+    from kp_core.banks.chroma import ChromaFactStore
     from kp_core.engines.hf.unloaded import rope_of, token_embeddings
-    from kp_core.facts.chroma import ChromaFactStore
     from kp_serve.desk import VARIABLE
     from kp_serve.rights import KEY_VARIABLE, server_key
 

@@ -22,12 +22,12 @@ from rich.table import Table
 
 from kp_cli import importing
 from kp_cli.signs import fitted, waiting
+from kp_core.banks import ChromaFactStore, Fact, Filter, Hit, LexicalReranker
+from kp_core.banks.base import content_id
+from kp_core.banks.client import is_fact_store, is_url
+from kp_core.banks.embed import SentenceTransformerEmbedder
 from kp_core.bundled import check_reachable
 from kp_core.errors import FactError, KnowledgePackError, ModelError, SourceError
-from kp_core.facts import ChromaFactStore, Fact, Filter, Hit, LexicalReranker
-from kp_core.facts.base import content_id
-from kp_core.facts.client import is_fact_store, is_url
-from kp_core.facts.embed import SentenceTransformerEmbedder
 from kp_core.packs.handle import Handle, check_namespace
 
 if TYPE_CHECKING:

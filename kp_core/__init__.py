@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     # The same names as in `_PLACES`, for type checkers and editors.
+    from kp_core.banks import ChromaFactStore, Fact, FactStore, Hit, MemoryFactStore
+    from kp_core.banks.embed import Embedder, SentenceTransformerEmbedder
     from kp_core.bundled import bundled_embedder
     from kp_core.compose import (
         AutoComposer,
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
         SelectComposer,
         SpliceComposer,
     )
-    from kp_core.engines.base import Engine, TokenStream
     from kp_core.engines.calibration import (
         Calibration,
         CalibrationQuestion,
@@ -29,23 +30,22 @@ if TYPE_CHECKING:
     )
     from kp_core.engines.hf.loading import bundled_model
     from kp_core.engines.local.tree import PrefixTree
-    from kp_core.engines.reading import AsyncStream, Generation, Stream, Usage
-    from kp_core.engines.request import Request
-    from kp_core.engines.session import Session
     from kp_core.engines.shared import load_engine
     from kp_core.errors import KnowledgePackError
-    from kp_core.facts import ChromaFactStore, Fact, FactStore, Hit, MemoryFactStore
-    from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
     from kp_core.kv import KVTensors
     from kp_core.packs.fingerprint import ModelFingerprint
     from kp_core.packs.handle import Handle, find_handles, strip_handles
     from kp_core.packs.pack import KnowledgePack, Prefix
     from kp_core.packs.store import PackStore
     from kp_core.packs.view import Packs, PackView
-    from kp_core.plan import Plan, Region, Sampling
+    from kp_core.plan.engine import Engine, TokenStream
+    from kp_core.plan.plan import Plan, Region, Sampling
+    from kp_core.plan.request import Request
     from kp_core.prompt.conversation import Message
     from kp_core.prompt.prompt import Prompt, Span
     from kp_core.prompt.template import ChatTemplate
+    from kp_core.session.reading import AsyncStream, Generation, Stream, Usage
+    from kp_core.session.session import Session
     from kp_core.steering import Steering
     from kp_core.tools import Delta, TokenLogprob, Tool, ToolCall, ToolCallDelta
 
@@ -109,24 +109,24 @@ __all__ = [
 _PLACES = {
     "bundled": "bundled_embedder",
     "compose": "AutoComposer Composer ExactComposer NaiveComposer PacketComposer SelectComposer SpliceComposer",
-    "engines.base": "Engine TokenStream",
+    "plan.engine": "Engine TokenStream",
     "engines.calibration": "Calibration CalibrationQuestion calibrate_composers",
     "engines.hf.loading": "bundled_model",
     "engines.local.tree": "PrefixTree",
-    "engines.reading": "AsyncStream Generation Stream Usage",
-    "engines.request": "Request",
-    "engines.session": "Session",
+    "session.reading": "AsyncStream Generation Stream Usage",
+    "plan.request": "Request",
+    "session.session": "Session",
     "engines.shared": "load_engine",
     "errors": "KnowledgePackError",
-    "facts": "ChromaFactStore Fact FactStore Hit MemoryFactStore",
-    "facts.embed": "Embedder SentenceTransformerEmbedder",
+    "banks": "ChromaFactStore Fact FactStore Hit MemoryFactStore",
+    "banks.embed": "Embedder SentenceTransformerEmbedder",
     "kv": "KVTensors",
     "packs.fingerprint": "ModelFingerprint",
     "packs.handle": "Handle find_handles strip_handles",
     "packs.pack": "KnowledgePack Prefix",
     "packs.store": "PackStore",
     "packs.view": "Packs PackView",
-    "plan": "Plan Region Sampling",
+    "plan.plan": "Plan Region Sampling",
     "prompt.prompt": "Prompt Span",
     "prompt.conversation": "Message",
     "prompt.template": "ChatTemplate",

@@ -15,15 +15,15 @@ from hashlib import blake2b
 from typing import Literal, TypeAlias, get_args
 
 from kp_core.compose import SpliceComposer
-from kp_core.engines.request import CompiledFor
-from kp_core.engines.session import Session
 from kp_core.errors import OptionError, PackError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import OVERWRITTEN
 from kp_core.packs.pack import Correction, Edit, Edits, KnowledgePack, common_length, root_of
 from kp_core.packs.view import PackRef
-from kp_core.plan import Plan, Region, plan_regions
+from kp_core.plan.plan import Plan, Region, plan_regions
+from kp_core.plan.request import CompiledFor
 from kp_core.prompt.prompt import Prompt, Span
+from kp_core.session.session import Session
 
 __all__ = ["How", "amend", "current_text", "edit", "overwrite", "rebuild", "replaced", "squash"]
 

@@ -20,12 +20,12 @@ from pydantic import (
 )
 
 from kp_core.bundled import BUNDLED_MODEL
-from kp_core.engines.request import ABOUT, OF_THE_CORE, OPTIONS, PER_CALL, Request, checked_options
-from kp_core.engines.session import Session
 from kp_core.engines.shared import session_of, shared_engine
 from kp_core.errors import PackError, ToolError
 from kp_core.packs.store import open_packs
 from kp_core.packs.view import TRUSTED_ROLES, Packs, PackView
+from kp_core.plan.request import ABOUT, OF_THE_CORE, OPTIONS, PER_CALL, Request, checked_options
+from kp_core.session.session import Session
 from kp_core.steering import as_steering
 
 __all__ = ["CALL_OPTIONS", "GIVEN", "MODEL_OPTIONS", "EngineSettings", "ModelSettings", "core_choice", "core_role"]

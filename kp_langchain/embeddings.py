@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from langchain_core.embeddings import Embeddings
 
-from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
+from kp_core.banks.embed import Embedder, SentenceTransformerEmbedder
 
 __all__ = ["KnowledgePackEmbeddings"]
 

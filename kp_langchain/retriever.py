@@ -26,17 +26,17 @@ from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kp_core import Embedder, Fact, FactStore, Handle, KnowledgePack, Session
-from kp_core.compiling import open_facts
-from kp_core.delivery import KV, Delivery, Found, Precompile, Unit
+from kp_core.banks import Filter, Hit, Reranker
+from kp_core.banks.compiling import open_facts
+from kp_core.banks.delivery import KV, Delivery, Found, Precompile, Unit
 from kp_core.edit import How
-from kp_core.engines.request import CompiledFor, refuse_unknown
 from kp_core.errors import FactError
 from kp_core.events import subscribe
-from kp_core.facts import Filter, Hit, Reranker
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import inert
 from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
+from kp_core.plan.request import CompiledFor, refuse_unknown
 from kp_langchain.tools import own_handle
 
 __all__ = ["KnowledgePackRetriever", "PackRetriever", "WrappedRetriever"]
@@ -53,7 +53,7 @@ class PackRetriever(BaseRetriever):
     By default a document's `page_content` is its text, in which nothing resolves as a handle. With `content="handle"`
     it is the handle alone, for models that resolve it. A document without a pack comes as text, and `engine`, if given,
     compiles it for the position `compiled_for` (for a prompt: `pack_place(prompt)`) when it is idle, or with
-    `precompile="now"` before the search returns. `kv` and `compress` are those of `kp_core.delivery.Delivery`.
+    `precompile="now"` before the search returns. `kv` and `compress` are those of `kp_core.banks.delivery.Delivery`.
     """
 
     store: Packs = Field(exclude=True)
@@ -249,7 +249,7 @@ class KnowledgePackRetriever(PackRetriever, DocumentIndex):
         return DeleteResponse(num_deleted=len(removed_ids), succeeded=removed_ids, num_failed=0, failed=[])
 
     def edit(self, doc_id: str, old: str, new: str, *, how: How = "amend") -> Document:
-        """Correct `old` to `new` in a document, and return it; see `kp_core.delivery.Delivery.edit`."""
+        """Correct `old` to `new` in a document, and return it; see `kp_core.banks.delivery.Delivery.edit`."""
         return _to_document(self._delivery().edit(doc_id, old, new, how=how))
 
     def get(self, ids: Sequence[str], /, **kwargs: Any) -> list[Document]:

@@ -33,21 +33,21 @@ from langgraph.store.base import (
 )
 
 from kp_core import Embedder, Fact, FactStore, Hit, Session
-from kp_core.compiling import open_facts
-from kp_core.delivery import KV, Delivery, Found
-from kp_core.engines.request import CompiledFor
+from kp_core.banks import Filter
+from kp_core.banks.compiling import open_facts
+from kp_core.banks.delivery import KV, Delivery, Found
+from kp_core.banks.filters import ORDERED
 from kp_core.errors import FactError
-from kp_core.facts import Filter
-from kp_core.facts.filters import ORDERED
 from kp_core.packs.codec import Compression
 from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
+from kp_core.plan.request import CompiledFor
 
 __all__ = ["KnowledgePackStore", "PackItem", "namespace_of"]
 
 _PREFIX, _LONGEST = "lg-", 64
 _ABOUT, _UNSEARCHED = "langgraph", "unsearched"
-_GROWTH = 4  # As in `kp_core.delivery`.
+_GROWTH = 4  # As in `kp_core.banks.delivery`.
 _FOREVER = 1e12  # Minutes.
 
 Labels: TypeAlias = tuple[str, ...]

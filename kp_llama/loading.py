@@ -15,10 +15,10 @@ from kp_core.bundled import BUNDLED_MODEL, BUNDLED_VERSION, installed_file
 from kp_core.engines.hf.identity import converted_tokenizer, digest_files, stamp_files, tokenizer_identity
 from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
 from kp_core.engines.local.engine import LocalEngine
-from kp_core.engines.session import Session
 from kp_core.errors import ModelChangedError, ModelError, OptionError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
+from kp_core.session.session import Session
 from kp_llama.context import Context
 from kp_llama.model import LlamaModel
 from kp_llama.state import TYPES

@@ -15,7 +15,7 @@ from kp_core.engines.local.buffer import BufferPool, CacheShape, KVBuffer
 from kp_core.engines.local.tree import Name, PrefixTree
 from kp_core.errors import CacheBudgetError, UnsupportedRequestError
 from kp_core.kv import KVTensors
-from kp_core.plan import Limit
+from kp_core.plan.plan import Limit
 from kp_core.rope import Rope
 from kp_llama.context import Context, Row
 from kp_llama.state import measured_shape, read_state, state_size, write_state

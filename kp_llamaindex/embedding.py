@@ -8,8 +8,8 @@ from typing import Any
 from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
 from llama_index.core.bridge.pydantic import Field
 
+from kp_core.banks.embed import SentenceTransformerEmbedder
 from kp_core.errors import FactError
-from kp_core.facts.embed import SentenceTransformerEmbedder
 
 __all__ = ["KnowledgePackEmbedding"]
 

@@ -36,8 +36,8 @@ from llama_index.core.tools import BaseTool
 from llama_index.core.types import PydanticProgramMode
 
 from kp_core import find_handles, strip_handles
-from kp_core.engines.request import OPTIONS
 from kp_core.errors import SamplingError
+from kp_core.plan.request import OPTIONS
 from kp_core.settings import GIVEN, ModelSettings
 from kp_llamaindex.messages import MEMORY, PartialAnswer, to_completion, to_messages, to_response
 

@@ -12,9 +12,9 @@ from llama_index.core.memory import BaseMemoryBlock
 from llama_index.core.memory.memory import DEFAULT_MEMORY_BLOCKS_TEMPLATE
 
 from kp_core import Handle, Message, PackView
-from kp_core.engines.request import refuse_unknown
 from kp_core.errors import PackNotFoundError
 from kp_core.packs.view import PackRef, Packs
+from kp_core.plan.request import refuse_unknown
 from kp_core.prompt.conversation import SLOT
 from kp_core.settings import EngineSettings
 from kp_llamaindex.messages import MEMORY, to_messages

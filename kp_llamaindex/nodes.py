@@ -128,7 +128,7 @@ def to_node(fact: Fact, handle: str = "") -> PackNode:
 
 
 def to_where(filters: MetadataFilters) -> dict[str, Any]:
-    """Convert `filters`, which may be nested, to a filter of facts (see `kp_core.facts.filters`).
+    """Convert `filters`, which may be nested, to a filter of facts (see `kp_core.banks.filters`).
 
     Each operator means what LlamaIndex says. A string is compared with a number as the number it spells; values that
     cannot be compared do not match. Raises `FactError` for an operator that cannot be used with its value.

@@ -17,12 +17,12 @@ from llama_index.core.schema import BaseNode, ImageNode, IndexNode, NodeWithScor
 from llama_index.core.vector_stores.types import MetadataFilters
 
 from kp_core import Fact, FactStore, Session
-from kp_core.compiling import open_facts
-from kp_core.delivery import Delivery, Precompile
-from kp_core.engines.request import CompiledFor, refuse_unknown
+from kp_core.banks import Hit, Reranker
+from kp_core.banks.compiling import open_facts
+from kp_core.banks.delivery import Delivery, Precompile
 from kp_core.errors import FactError
-from kp_core.facts import Hit, Reranker
 from kp_core.packs.view import Packs
+from kp_core.plan.request import CompiledFor, refuse_unknown
 from kp_llamaindex.llm import KnowledgePackLLM
 from kp_llamaindex.messages import pack_place
 from kp_llamaindex.nodes import PackNode, to_node, to_where
@@ -61,7 +61,7 @@ class KnowledgePackRetriever(BaseRetriever):
     `content="text"` the nodes have no handle.
 
     `filters` selects facts by the metadata of their nodes. `probes`, `score_cutoff` (its `score_threshold`) and
-    `rerank` are those of `kp_core.delivery.Delivery.search`. Scores are cosines. `packing`: `engine`, `namespace`,
+    `rerank` are those of `Delivery.search`. Scores are cosines. `packing`: `engine`, `namespace`,
     `unit`, `compiled_for`, `lazy`, `precompile` and `compress`, as in `Delivery`.
 
     Raises `OptionError` for options that do not exist, and the errors of `FactStore.search`.

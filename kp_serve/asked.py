@@ -15,7 +15,7 @@ from kp_core.compose import PacketComposer
 from kp_core.errors import PromptError, SteeringError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
-from kp_core.plan import Plan, Region
+from kp_core.plan.plan import Plan, Region
 from kp_core.steering import Steering, steering_bytes, steering_of
 
 __all__ = [

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kp_core.banks import FactStore
 from kp_core.errors import HandleError, PackNotFoundError
-from kp_core.facts import FactStore
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey
@@ -78,7 +78,7 @@ class Desk:
         identity = ModelFingerprint.from_dict(settings["identity"])
         facts = None
         if settings["facts"] is not None:
-            from kp_core.facts.chroma import ChromaFactStore
+            from kp_core.banks.chroma import ChromaFactStore
 
             facts = ChromaFactStore(settings["facts"])
         key = server_key()

@@ -10,12 +10,12 @@ from typing import Any
 
 import httpx
 
-from kp_core.engines.base import TokenStream
 from kp_core.errors import ModelError, PackError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
-from kp_core.plan import Limit, Plan
+from kp_core.plan.engine import TokenStream
+from kp_core.plan.plan import Limit, Plan
 from kp_core.prompt.template import ChatTemplate
 from kp_core.threads import make_anew
 from kp_serve.asked import COMPUTED, FIRST_PACK, asked

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from itertools import chain, dropwhile, islice
 from typing import Any
 
-from kp_core.compiling import provenance_of
-from kp_core.delivery import Delivery
+from kp_core.banks import Fact, FactStore, Hit
+from kp_core.banks.compiling import provenance_of
+from kp_core.banks.delivery import Delivery
 from kp_core.errors import FactError
-from kp_core.facts import Fact, FactStore, Hit
 from kp_serve.access import Access
 from kp_serve.desk import Desk, refuse_unknown
 from kp_serve.wire import HTTPError, Visit

@@ -19,7 +19,7 @@ from kp_core.compose.packet import PacketComposer
 from kp_core.packs.handle import Handle
 from kp_core.packs.kept import KeptEntry
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
-from kp_core.plan import Region
+from kp_core.plan.plan import Region
 from kp_serve.access import Access
 from kp_serve.asked import Placed, blocks_as_json, digest_of, moved_packs, steered
 from kp_serve.desk import Desk

@@ -135,7 +135,7 @@ FAULTS = (
         f"{_ENGINES}/test_packed.py {_ENGINES}/test_attention.py",
     ),
     Fault(
-        "kp_core/compose/base.py",
+        "kp_core/plan/composer.py",
         '_add("value", steered_kv.values',
         '_add("value", steered_kv.keys',
         "tests/core/steering tests/laws/test_steering_laws.py",
@@ -189,7 +189,7 @@ FAULTS = (
     ),
     # What is made of packs.
     Fault(
-        "kp_core/compose/base.py",
+        "kp_core/plan/composer.py",
         "span.start - len(pack.prefix), place",
         "span.start - len(pack.prefix) + 1, place",
         "tests/core/compose",
@@ -209,22 +209,22 @@ FAULTS = (
     ),
     # Facts, requests and what a caller is told.
     Fault(
-        "kp_core/facts/filters.py",
+        "kp_core/banks/filters.py",
         'together = all if name == "$and" else any',
         "together = any",
-        "tests/core/facts/test_facts.py",
+        "tests/core/banks/test_facts.py",
     ),
     Fault(
-        "kp_core/facts/filters.py",
+        "kp_core/banks/filters.py",
         "negated = predicate(wanted, depth)",
         "negated = lambda fact: False",
-        "tests/core/facts/test_facts.py",
+        "tests/core/banks/test_facts.py",
     ),
     Fault(
-        "kp_core/facts/store.py",
+        "kp_core/banks/store.py",
         "for space in dict.fromkeys(fact.namespace for fact in facts):",
         "for space in list(dict.fromkeys(fact.namespace for fact in facts))[:1]:",
-        "tests/core/facts tests/core/test_delivery.py",
+        "tests/core/banks tests/core/banks/test_delivery.py",
     ),
     Fault(
         "kp_langchain/messages.py",

@@ -43,7 +43,7 @@ def play(
         with waiting("Loading libraries"), needing("kp play needs gradio", "play"):
             from kp_cli.play.page import serve
             from kp_cli.play.world import SAMPLE, World
-            from kp_core.facts.embed import SentenceTransformerEmbedder
+            from kp_core.banks.embed import SentenceTransformerEmbedder
         session = model.load()
         world = World(session, SentenceTransformerEmbedder(), Path(folder))
         with bar_of("Compiling", None, "pack") as bar:

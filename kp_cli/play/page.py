@@ -23,9 +23,9 @@ from starlette.responses import PlainTextResponse
 
 from kp_cli.play.world import Way, World
 from kp_cli.shared import ERRORS, message_of
-from kp_core.engines.explain import Explanation
-from kp_core.engines.reading import Generation
 from kp_core.errors import ModelError
+from kp_core.session.explain import Explanation
+from kp_core.session.reading import Generation
 
 __all__ = ["make_page", "serve"]
 

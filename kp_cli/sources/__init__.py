@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeAlias
 
 from kp_cli.sources.converted import read_converted
 from kp_cli.sources.texts import STDIN, Draft, read_csv, read_json_lines, read_markdown, read_text
+from kp_core.banks.base import Fact
 from kp_core.errors import KnowledgePackError, SourceError
-from kp_core.facts.base import Fact
 
 __all__ = ["FORMATS", "OnError", "read_facts", "read_rows"]
 

@@ -7,11 +7,11 @@ from inspect import signature
 from typing import Any
 
 from kp_core.compose.auto import AutoComposer
-from kp_core.compose.base import Composer, ExactComposer, Region, placed
 from kp_core.compose.packet import PacketComposer, laid_out
 from kp_core.compose.select import SelectComposer
 from kp_core.compose.splice import NaiveComposer, SpliceComposer
 from kp_core.errors import OptionError
+from kp_core.plan.composer import Composer, ExactComposer, Region, placed
 
 __all__ = [
     "AutoComposer",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kp_core.compose.base import ExactComposer
 from kp_core.errors import OptionError
+from kp_core.plan.composer import ExactComposer
 
 __all__ = ["SelectComposer"]
 

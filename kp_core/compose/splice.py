@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kp_core.compose.base import Move, Region, placed
 from kp_core.errors import PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
+from kp_core.plan.composer import Move, Region, placed
 from kp_core.prompt.prompt import Prompt, Span
 
 __all__ = ["NaiveComposer", "SpliceComposer", "movable"]

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from kp_core.compose import SelectComposer, SpliceComposer
-from kp_core.engines.base import Engine
 from kp_core.engines.calibration import blob_key
 from kp_core.errors import PackError
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef, PackView, Segment
-from kp_core.plan import Plan, Region
+from kp_core.plan.engine import Engine
+from kp_core.plan.plan import Plan, Region
 from kp_core.prompt.conversation import GAP, Turn
 from kp_core.prompt.template import ChatTemplate
 

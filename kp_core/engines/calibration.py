@@ -24,11 +24,11 @@ from kp_core.compose import AutoComposer, Composer, ExactComposer, PacketCompose
 from kp_core.errors import KnowledgePackError, OptionError, PackError
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackView
-from kp_core.plan import Plan
+from kp_core.plan.plan import Plan
 from kp_core.progress import bar_of
 
 if TYPE_CHECKING:
-    from kp_core.engines.session import Session
+    from kp_core.session.session import Session
 
 __all__ = [
     "Calibration",

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from kp_core.bundled import check_reachable, needing
-from kp_core.engines.base import Engine
-from kp_core.engines.request import refuse_unknown
-from kp_core.engines.session import Session
 from kp_core.errors import MissingDependencyError, ModelError, UnsupportedModelError
+from kp_core.plan.engine import Engine
+from kp_core.plan.request import refuse_unknown
+from kp_core.session.session import Session
 
 __all__ = ["load_engine", "session_of", "shared_engine"]
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kp_core import PackStore, edit
-from kp_core.delivery import Delivery
+from kp_core.banks import Fact, MemoryFactStore
+from kp_core.banks.delivery import Delivery
 from kp_core.errors import PackError
-from kp_core.facts import Fact, MemoryFactStore
 from kp_core.packs.pack import Correction, Edits, root_of
 from kp_core.packs.view import Packs
 from tests.conftest import tiny_engine

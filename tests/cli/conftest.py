@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kp_cli.app import run
-from tests.core.facts.conftest import emptied, server
+from tests.core.banks.conftest import emptied, server
 
 __all__ = ["emptied", "server"]
 

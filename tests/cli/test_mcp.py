@@ -10,7 +10,7 @@ import pytest
 
 from kp_cli.mcp import memory_server
 from kp_core import Fact, MemoryFactStore, PackStore
-from kp_core.delivery import Delivery
+from kp_core.banks.delivery import Delivery
 from kp_core.packs.handle import Handle, find_handles
 from tests.cli.conftest import ENVIRONMENT, kp  # noqa: F401 - a fixture
 from tests.conftest import roomy_engine

@@ -21,8 +21,8 @@ from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject, NumberObject
 
 from kp_cli.sources import read_facts, read_rows
+from kp_core.banks import Fact
 from kp_core.errors import MissingDependencyError, SourceError
-from kp_core.facts import Fact
 
 
 def written(path: Path, content: str | bytes) -> Path:

@@ -16,7 +16,7 @@ from chromadb.config import Settings
 from chromadb.utils.embedding_functions import ONNXMiniLM_L6_V2
 
 from kp_core import SentenceTransformerEmbedder
-from kp_core.facts.client import open_client
+from kp_core.banks.client import open_client
 from tests.cli.conftest import ENVIRONMENT, FACTS, Kp, as_json
 
 TINY = ("--engine", "tests.cli.engines:tiny", "--max-tokens", "2")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kp_core import ChromaFactStore
-from kp_core.facts.client import open_client
+from kp_core.banks.client import open_client
 from tests.cli.conftest import FACTS, Kp, as_json, started
 from tests.conftest import until
 

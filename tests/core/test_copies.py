@@ -16,9 +16,9 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import Document, TextNode
 
 from kp_core import PackStore, load_engine, pickling
+from kp_core.banks import ChromaFactStore, Fact, MemoryFactStore
+from kp_core.banks.embed import SentenceTransformerEmbedder
 from kp_core.errors import ModelError, PackError
-from kp_core.facts import ChromaFactStore, Fact, MemoryFactStore
-from kp_core.facts.embed import SentenceTransformerEmbedder
 from kp_langchain import ChatKnowledgePacks
 from kp_langchain import KnowledgePackRetriever as LangChainRetriever
 from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor

@@ -15,7 +15,7 @@ INSIDE_VLLM = ("kp_serve.blocks", "kp_serve.connector")
 HEAVY = ("transformers", "chromadb", "langchain_core", "llama_index", "sentence_transformers", "sklearn", "vllm")
 
 
-LIGHT = ("kp_core", "kp_core.engines", "kp_core.facts", "kp_core.packs.store", "kp_core.facts.embed", "kp_serve.engine")
+LIGHT = ("kp_core", "kp_core.engines", "kp_core.banks", "kp_core.packs.store", "kp_core.banks.embed", "kp_serve.engine")
 
 
 def test_imports_are_light():

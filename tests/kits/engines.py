@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from kp_core.compose import Composer
-from kp_core.engines.base import CAPABILITIES, MEMBERS, Engine, TokenStream
 from kp_core.engines.local.engine import LocalEngine
-from kp_core.engines.reading import Generation
-from kp_core.engines.request import Request
-from kp_core.engines.session import Session
 from kp_core.engines.shared import load_engine, session_of
 from kp_core.errors import PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
-from kp_core.plan import Limit, Plan
+from kp_core.plan.engine import CAPABILITIES, MEMBERS, Engine, TokenStream
+from kp_core.plan.plan import Limit, Plan
+from kp_core.plan.request import Request
+from kp_core.session.reading import Generation
+from kp_core.session.session import Session
 from tests.kits.models import tiny_model, tiny_tokenizer
 from tests.kits.stores import holds
 

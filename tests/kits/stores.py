@@ -15,9 +15,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from kp_core.banks import Fact, FactStore, Hit
+from kp_core.banks.embed import Embedder
 from kp_core.errors import FactError
-from kp_core.facts import Fact, FactStore, Hit
-from kp_core.facts.embed import Embedder
 from kp_core.packs.blobs import Blobs, BlobStat, Buffer
 
 __all__ = ["HashEmbedder", "check_blobs", "check_fact_store", "holds"]

@@ -15,7 +15,7 @@ from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.types import Command
 
 from kp_core import Fact, find_handles, load_engine
-from kp_core.delivery import compile_facts
+from kp_core.banks.delivery import compile_facts
 from kp_langchain import (
     ChatKnowledgePacks,
     create_pack_search_tool,

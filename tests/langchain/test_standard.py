@@ -9,7 +9,7 @@ from langchain_tests.integration_tests import (
 from langchain_tests.unit_tests import ChatModelUnitTests, EmbeddingsUnitTests
 
 from kp_core import SentenceTransformerEmbedder, bundled_model
-from kp_core.facts.embed import as_embedder
+from kp_core.banks.embed import as_embedder
 from kp_langchain import ChatKnowledgePacks, KnowledgePackEmbeddings, KnowledgePackRetriever
 from tests.conftest import roomy_engine
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kp_core import KVTensors, Packs, PackStore, PackView
 from kp_core.engines.local.buffer import TILE, KVBuffer
-from kp_core.engines.request import Request
+from kp_core.plan.request import Request
 from tests.conftest import tiny_engine
 from tests.matrix import models
 

@@ -4,8 +4,8 @@ import pytest
 from llama_index.core import Document, VectorStoreIndex
 
 from kp_core import SentenceTransformerEmbedder
+from kp_core.banks.embed import as_embedder
 from kp_core.errors import FactError
-from kp_core.facts.embed import as_embedder
 from kp_llamaindex import KnowledgePackEmbedding
 from tests.llamaindex.conftest import LetterEmbedder
 

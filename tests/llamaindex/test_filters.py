@@ -10,8 +10,8 @@ from llama_index.core.vector_stores.types import FilterCondition, FilterOperator
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
 from kp_core import Fact, MemoryFactStore
+from kp_core.banks.filters import predicate
 from kp_core.errors import FactError
-from kp_core.facts.filters import predicate
 from kp_llamaindex import KnowledgePackRetriever
 from kp_llamaindex.nodes import to_where
 from tests.conftest import tiny_engine

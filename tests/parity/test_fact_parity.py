@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kp_core.facts import ChromaFactStore, Fact, MemoryFactStore
-from kp_core.facts.embed import SentenceTransformerEmbedder
+from kp_core.banks import ChromaFactStore, Fact, MemoryFactStore
+from kp_core.banks.embed import SentenceTransformerEmbedder
 
 DEMO = Path(__file__).parents[2] / "cookbooks" / "demo"
 FACTS = 200

@@ -9,10 +9,10 @@ from llama_index.core.llms.function_calling import FunctionCallingLLM
 from pydantic import ValidationError
 
 from kp_core import NaiveComposer, PackStore
-from kp_core.engines.base import CAPABILITIES
-from kp_core.engines.planning import Planner
-from kp_core.engines.request import ABOUT, OF_THE_CORE, OPTIONS, PER_CALL
 from kp_core.errors import OptionError, PromptError, SamplingError
+from kp_core.plan.engine import CAPABILITIES
+from kp_core.plan.planner import Planner
+from kp_core.plan.request import ABOUT, OF_THE_CORE, OPTIONS, PER_CALL
 from kp_core.settings import CALL_OPTIONS, MODEL_OPTIONS
 from kp_langchain import ChatKnowledgePacks
 from kp_llamaindex import KnowledgePackLLM
@@ -65,7 +65,7 @@ def page():
     lines = [
         "# Options",
         "",
-        "Made from `kp_core.engines.request.OPTIONS` by `python -m tests.parity.test_options`; do not edit.",
+        "Made from `kp_core.plan.request.OPTIONS` by `python -m tests.parity.test_options`; do not edit.",
         "",
         "Options of `Session.generate` and its kin, `ChatKnowledgePacks` and `KnowledgePackLLM`: *model* ones are",
         "fields of an adapter's model and options of each call, *call* ones of each call alone, *core* ones of a",

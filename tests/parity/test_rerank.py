@@ -9,9 +9,9 @@ from llama_index.core.vector_stores.types import FilterOperator, MetadataFilter,
 from pydantic import ValidationError
 
 from kp_core import Fact, MemoryFactStore, PackStore
-from kp_core.delivery import Delivery
+from kp_core.banks import LexicalReranker
+from kp_core.banks.delivery import Delivery
 from kp_core.errors import FactError
-from kp_core.facts import LexicalReranker
 from kp_langchain import KnowledgePackRetriever
 from kp_llamaindex import KnowledgePackLLM
 from kp_llamaindex import KnowledgePackRetriever as NodeRetriever

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kp_cli.play.world import SAMPLE, World
-from kp_core.facts.embed import SentenceTransformerEmbedder
+from kp_core.banks.embed import SentenceTransformerEmbedder
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from kp_core import KVTensors, PackStore, Prefix
-from kp_core.engines.request import Request
 from kp_core.errors import PackError, UnsupportedRequestError
+from kp_core.plan.request import Request
 from kp_core.steering import preset
 from kp_serve.access import Access
 from kp_serve.asked import asked, blocks_as_json, digest_of, steered

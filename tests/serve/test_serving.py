@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from kp_core import KnowledgePack, KVTensors, PackStore, Prefix, load_engine
-from kp_core.engines.request import Request
 from kp_core.errors import MissingDependencyError, ModelError, PackCorruptError, PackCorruptWarning, PackError
 from kp_core.packs.handle import Handle
+from kp_core.plan.request import Request
 from kp_serve.access import Access, access_of, add_key, read_keys
 from kp_serve.desk import Desk
 from kp_serve.engine import VLLMEngine

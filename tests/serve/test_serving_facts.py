@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import s3server
 from kp_core import PackStore, find_handles, load_engine, strip_handles
-from kp_core.facts import ChromaFactStore
+from kp_core.banks import ChromaFactStore
 from kp_serve.answers import Answer
 from kp_serve.engine import VLLMEngine
 from kp_serve.stored import StoredKV

@@ -10,10 +10,10 @@ import torch
 
 from kp_core import KVTensors, PacketComposer, PackStore, load_engine
 from kp_core.engines.hf.unloaded import token_embeddings
-from kp_core.engines.request import Request
 from kp_core.errors import PackError, UnsupportedRequestError
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
+from kp_core.plan.request import Request
 from kp_core.rope import Rope
 from kp_serve.asked import asked, digest_of, moved_packs
 from kp_serve.preparing import laid_steps

@@ -1,7 +1,7 @@
 """An engine of somebody else: a package with entry points of its own, which `load_engine` finds by name."""
 
-from kp_core.engines.base import TokenStream
 from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.plan.engine import TokenStream
 
 
 class Echo:

@@ -82,7 +82,7 @@ class CacheKind:
 
     @property
     def lacks(self) -> dict[str, str]:
-        """Capabilities (`kp_core.engines.base.CAPABILITIES`) that this cache does not allow, each with the reason."""
+        """Capabilities (`kp_core.plan.engine.CAPABILITIES`) that this cache does not allow, each with the reason."""
         reasons = {}
         if self.is_recurrent:
             why = "some of its layers keep one recurrent state of all tokens"

@@ -23,11 +23,11 @@ from kp_core.engines.hf.kinds import kind_of
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
 from kp_core.engines.local.engine import LocalEngine
-from kp_core.engines.request import refuse_unknown
-from kp_core.engines.session import Session
 from kp_core.errors import MissingDependencyError, ModelChangedError, ModelError, UnsupportedModelError
 from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.plan.request import refuse_unknown
 from kp_core.prompt.template import ChatTemplate
+from kp_core.session.session import Session
 
 __all__ = [
     "LOADING",

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from kp_core.engines.local.grammar import Constraint
-from kp_core.plan import Sampling
+from kp_core.plan.plan import Sampling
 
 __all__ = ["sampler_of"]
 

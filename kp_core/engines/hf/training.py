@@ -28,13 +28,13 @@ from transformers import DynamicCache
 from kp_core.compose.packet import PacketComposer, read_signed, write_signed
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.engine import LocalEngine
-from kp_core.engines.session import Session
 from kp_core.errors import ShortTextError, UnsupportedRequestError, WrapperError
 from kp_core.kv import KVTensors
 from kp_core.packs.envelope import Envelope
 from kp_core.packs.view import PackRef
 from kp_core.progress import bar_of
 from kp_core.prompt.conversation import GAP, Turn
+from kp_core.session.session import Session
 
 __all__ = [
     "Documents",

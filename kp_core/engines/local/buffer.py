@@ -23,7 +23,7 @@ from kp_core.engines.local.copies import start_copies
 from kp_core.engines.local.tree import Name, PrefixTree, common_tokens
 from kp_core.errors import CacheBudgetError
 from kp_core.kv import KVTensors
-from kp_core.plan import Limit
+from kp_core.plan.plan import Limit
 
 __all__ = [
     "TILE",

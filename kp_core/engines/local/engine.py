@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from kp_core.compose import Composer, NaiveComposer, PacketComposer, SpliceComposer
-from kp_core.engines.base import CAPABILITIES, TokenStream
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.grammar import Grammars
 from kp_core.engines.local.model import Model
@@ -34,7 +33,8 @@ from kp_core.packs.codec import in_threads
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack
-from kp_core.plan import Limit, Plan, Region
+from kp_core.plan.engine import CAPABILITIES, TokenStream
+from kp_core.plan.plan import Limit, Plan, Region
 from kp_core.prompt.prompt import Span
 from kp_core.threads import check_process, let_go, make_anew
 from kp_core.tools import Scores

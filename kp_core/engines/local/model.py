@@ -12,7 +12,7 @@ from kp_core.engines.local.buffer import BufferPool, CacheShape, KVBuffer
 from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.tree import PrefixTree
 from kp_core.kv import KVTensors
-from kp_core.plan import Sampling
+from kp_core.plan.plan import Sampling
 from kp_core.rope import Rope
 
 __all__ = ["Memory", "Model"]

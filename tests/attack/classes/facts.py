@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kp_core import ChromaFactStore, Fact, MemoryFactStore
+from kp_core.banks.filters import predicate
 from kp_core.errors import FactError
-from kp_core.facts.filters import predicate
 from tests.attack.harness import Case, LostError, WrongError, refused
 from tests.attack.machines import StoreMachine, walk
 from tests.attack.mutate import text, value

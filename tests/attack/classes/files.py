@@ -18,9 +18,9 @@ from pypdf import PdfWriter
 
 from kp_cli.sources import read_facts
 from kp_core import Fact, PackStore, Steering
+from kp_core.banks import ChromaFactStore
 from kp_core.compose import PacketComposer
 from kp_core.errors import PackCorruptError
-from kp_core.facts import ChromaFactStore
 from kp_core.packs.file import encode_pack, read_pack
 from kp_core.steering import load_steering, save_steering
 from tests.attack.harness import Case, LostError, WrongError, refused

@@ -14,11 +14,11 @@ import jsonschema
 from benchmarks.grammar import random_schema
 from kp_cli.sources import read_rows
 from kp_core import Fact, Handle, MemoryFactStore, PackStore
-from kp_core.engines.request import OPTIONS
+from kp_core.plan.request import OPTIONS
 from tests.attack.harness import Case, WrongError, refused
 from tests.attack.mutate import number, text, value, warped
 from tests.conftest import tiny_engine
-from tests.core.facts.test_facts import facts_of
+from tests.core.banks.test_facts import facts_of
 from tests.kits import HashEmbedder
 
 SHORT = 38

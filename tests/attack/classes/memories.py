@@ -15,7 +15,7 @@ from mcp import Client
 
 from kp_cli.mcp import memory_server
 from kp_core import Fact, MemoryFactStore, PackStore, find_handles
-from kp_core.delivery import Delivery
+from kp_core.banks.delivery import Delivery
 from kp_langchain.store import KnowledgePackStore, namespace_of
 from tests.attack.harness import Case, LostError, WrongError, refused
 from tests.attack.mutate import number, text, value

@@ -10,9 +10,9 @@ from transformers import DynamicCache
 from kp_core import Handle, KVTensors, PackStore, SelectComposer, SpliceComposer
 from kp_core.compose import composer_of
 from kp_core.engines.local import engine as local_engine
-from kp_core.engines.request import Request
 from kp_core.packs.pack import common_length
-from kp_core.plan import Plan, Region
+from kp_core.plan.plan import Plan, Region
+from kp_core.plan.request import Request
 from tests.composers import Firsts
 from tests.conftest import alike, tiny_engine
 from tests.kits import tiny_model

@@ -10,10 +10,10 @@ from transformers import DynamicCache
 from kp_core import Handle, PacketComposer, PackStore, SpliceComposer
 from kp_core.compose import composer_of
 from kp_core.compose.packet import SHIPPED
-from kp_core.engines.request import Request
 from kp_core.errors import ContextOverflowError, FingerprintMismatchError, OptionError, WrapperError
 from kp_core.packs import blobs
 from kp_core.packs.pack import common_length
+from kp_core.plan.request import Request
 from kp_core.steering import Steering
 from tests.conftest import tiny_engine, until
 from tests.core.compose.test_approximate import kv_of

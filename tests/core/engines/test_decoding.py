@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 import kp_core as kp
-from kp_core.engines.reading import StreamDecoder
+from kp_core.session.reading import StreamDecoder
 from tests.core.prompt.families import FAMILIES
 from tests.kits import CHATML, tiny_tokenizer
 

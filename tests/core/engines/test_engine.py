@@ -7,7 +7,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kp_core import PackStore, Sampling, bundled_model, load_engine
 from kp_core.engines.hf.loading import name_of
-from kp_core.engines.reading import VisibleText
 from kp_core.errors import (
     ContextOverflowError,
     FingerprintMismatchError,
@@ -16,6 +15,7 @@ from kp_core.errors import (
     SamplingError,
     UnsupportedModelError,
 )
+from kp_core.session.reading import VisibleText
 from tests.conftest import bundled_dtypes, tiny_engine, until
 from tests.kits import tiny_model, tiny_tokenizer
 

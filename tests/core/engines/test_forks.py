@@ -11,9 +11,9 @@ import torch
 from langchain_core.documents import Document
 
 from kp_core import PackStore
+from kp_core.banks import ChromaFactStore, Fact, MemoryFactStore
+from kp_core.banks.embed import SentenceTransformerEmbedder
 from kp_core.errors import FactError, ModelError
-from kp_core.facts import ChromaFactStore, Fact, MemoryFactStore
-from kp_core.facts.embed import SentenceTransformerEmbedder
 from kp_langchain import ChatKnowledgePacks
 from kp_langchain import KnowledgePackRetriever as LangChainRetriever
 from kp_llamaindex import KnowledgePackLLM

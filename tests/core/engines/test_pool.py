@@ -15,9 +15,9 @@ import pytest
 from kp_core import PackStore, load_engine
 from kp_core.engines.local.buffer import BufferPool, KVBuffer
 from kp_core.engines.local.tree import PrefixTree
-from kp_core.engines.reading import in_thread
 from kp_core.errors import BusyError, CacheBudgetError, GenerationTimeoutError
-from kp_core.plan import Limit
+from kp_core.plan.plan import Limit
+from kp_core.session.reading import in_thread
 from tests.conftest import until
 from tests.kits import tiny_model, tiny_tokenizer
 

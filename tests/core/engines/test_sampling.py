@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kp_core.engines.hf.sampling import sampler_of
-from kp_core.plan import Sampling
+from kp_core.plan.plan import Sampling
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,10 +14,10 @@ import torch
 
 import kp_core
 from kp_core import PackStore, Session, TokenStream
-from kp_core.engines.request import OPTIONS
 from kp_core.errors import BusyError, ModelError, OptionError, UnsupportedRequestError
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.plan import Sampling
+from kp_core.plan.plan import Sampling
+from kp_core.plan.request import OPTIONS
 from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.template import ChatTemplate
 from tests.conftest import tiny_engine, until
@@ -151,7 +151,7 @@ def test_a_misspelt_option_is_refused_with_the_near_miss(parrot, name):
 
 
 def test_one_request_is_planned_once(monkeypatch, tmp_path):
-    from kp_core.engines import planning
+    from kp_core.plan.plan import planner as planning
 
     engine, store = tiny_engine(), PackStore(tmp_path)
     engine.clear_cache()

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kp_core import Handle, find_handles, strip_handles
-from kp_core.engines.reading import VisibleText
 from kp_core.errors import HandleError
 from kp_core.packs.handle import handles_like, inert, mint
+from kp_core.session.reading import VisibleText
 
 SECRET = bytes(range(32))
 namespaces = st.from_regex(r"[a-z0-9_-]{1,63}", fullmatch=True)

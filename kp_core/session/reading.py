@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from kp_core.engines.base import FinishReason, TokenStream
-from kp_core.engines.request import Request
 from kp_core.errors import GenerationTimeoutError
 from kp_core.packs.handle import strip_handles
-from kp_core.plan import Limit, Plan
+from kp_core.plan.engine import FinishReason, TokenStream
+from kp_core.plan.plan import Limit, Plan
+from kp_core.plan.request import Request
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.template import ChatTemplate
 from kp_core.threads import make_anew

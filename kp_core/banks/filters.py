@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from kp_core.banks.base import Fact, Filter, Value
 from kp_core.errors import FactError
-from kp_core.facts.base import Fact, Filter, Value
 
 __all__ = ["ORDERED", "Predicate", "predicate"]
 

@@ -12,9 +12,9 @@ import pytest
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from kp_core import ChromaFactStore, Fact, FactStore, MemoryFactStore, PackStore
-from kp_core.delivery import Delivery
+from kp_core.banks.delivery import Delivery
+from kp_core.banks.embed import as_embedder
 from kp_core.errors import BusyError, FactError
-from kp_core.facts.embed import as_embedder
 from tests.conftest import tiny_engine, until
 
 EMBEDDER = as_embedder(DeterministicFakeEmbedding(size=32))

@@ -13,7 +13,7 @@ from kp_core.compose import Composer, ExactComposer, composer_of
 from kp_core.errors import OptionError, SamplingError, gone
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import Mismatch, PackView, Unresolved
-from kp_core.plan import Sampling, number
+from kp_core.plan.plan import Sampling, number
 from kp_core.prompt.conversation import Message, Placement
 from kp_core.steering import AskedSteering, Scope
 from kp_core.tools import AnswerShape, Tool, ToolChoice

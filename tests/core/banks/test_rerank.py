@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from kp_core.banks import Fact, Hit, LexicalReranker, MemoryFactStore, Reranker
 from kp_core.errors import FactError, MissingDependencyError
-from kp_core.facts import Fact, Hit, LexicalReranker, MemoryFactStore, Reranker
-from tests.core.facts.test_facts import build, facts_of
+from tests.core.banks.test_facts import build, facts_of
 from tests.kits import HashEmbedder
 
 

@@ -25,7 +25,7 @@ Value: TypeAlias = str | int | float | bool | Sequence["Value"] | Mapping[str, "
 """Values that a metadata field may have: everything JSON can express."""
 
 Filter: TypeAlias = Mapping[str, object]
-"""Selects facts; see `kp_core.facts.filters`."""
+"""Selects facts; see `kp_core.banks.filters`."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Added:
 
 @runtime_checkable
 class Reranker(Protocol):
-    """Sorts the hits of a search into a better order; see `kp_core.facts.rerank`."""
+    """Sorts the hits of a search into a better order; see `kp_core.banks.rerank`."""
 
     @property
     def depth(self) -> int:

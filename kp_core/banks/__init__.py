@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kp_core.facts.base import Added, Fact, Filter, Hit, Reranker
-from kp_core.facts.chroma import ChromaFactStore
-from kp_core.facts.memory import MemoryFactStore
-from kp_core.facts.rerank import LexicalReranker
-from kp_core.facts.store import FactStore
+from kp_core.banks.base import Added, Fact, Filter, Hit, Reranker
+from kp_core.banks.chroma import ChromaFactStore
+from kp_core.banks.memory import MemoryFactStore
+from kp_core.banks.rerank import LexicalReranker
+from kp_core.banks.store import FactStore
 
 __all__ = [
     "Added",

@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
+from kp_core.banks.embed import SentenceTransformerEmbedder, _question_encoder
 from kp_core.bundled import bundled_embedder
 from kp_core.errors import MissingDependencyError
-from kp_core.facts.embed import SentenceTransformerEmbedder, _question_encoder
 
 BGE_PROMPT = "Represent this sentence for searching relevant passages: "
 TEXTS = ["A cat.", "The harbour master of Port Averley keeps nine bells in a row.", "Rain", "A kitten!"]
@@ -53,7 +53,7 @@ def test_a_question_alone_is_embedded_as_the_library_does_it(embedder: SentenceT
 
 def test_a_question_alone_loads_no_library() -> None:
     script = (
-        "import sys; from kp_core.facts.embed import SentenceTransformerEmbedder as E; E().embed_query('bells');"
+        "import sys; from kp_core.banks.embed import SentenceTransformerEmbedder as E; E().embed_query('bells');"
         "print({'torch', 'transformers', 'sentence_transformers'} & set(sys.modules))"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from kp_core import MemoryFactStore
-from kp_core.facts.base import Hit
-from kp_core.facts.store import alive
+from kp_core.banks.base import Hit
+from kp_core.banks.store import alive
 from tests.kits import check_fact_store
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kp_core.compose import PacketComposer
-from kp_core.plan import Plan, Region
+from kp_core.plan.plan import Plan, Region
 
 __all__ = ["Explanation", "Row", "explain"]
 

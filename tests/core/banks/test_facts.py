@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kp_core.banks import Added, ChromaFactStore, Fact, FactStore, MemoryFactStore
+from kp_core.banks.base import content_id
+from kp_core.banks.filters import predicate
 from kp_core.errors import FactError
-from kp_core.facts import Added, ChromaFactStore, Fact, FactStore, MemoryFactStore
-from kp_core.facts.base import content_id
-from kp_core.facts.filters import predicate
 from tests.kits import HashEmbedder
 
 Floats = NDArray[np.float32]

@@ -21,11 +21,11 @@ from chromadb.config import Settings
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from llama_index.core.base.embeddings.base import BaseEmbedding
 
+from kp_core.banks import ChromaFactStore, Fact
+from kp_core.banks.base import content_id
+from kp_core.banks.embed import as_embedder, normalised
 from kp_core.errors import FactError, FactStoreLockedError, MissingDependencyError
-from kp_core.facts import ChromaFactStore, Fact
-from kp_core.facts.base import content_id
-from kp_core.facts.embed import as_embedder, normalised
-from tests.core.facts.test_facts import build, check, facts_of
+from tests.core.banks.test_facts import build, check, facts_of
 from tests.kits import HashEmbedder
 
 
@@ -155,7 +155,7 @@ def test_a_folder_keeps_the_name_of_its_embedder(tmp_path):
 
 _HOLD = """
 import sys
-from kp_core.facts import ChromaFactStore, Fact
+from kp_core.banks import ChromaFactStore, Fact
 from tests.kits import HashEmbedder
 store = ChromaFactStore(sys.argv[1], HashEmbedder())
 store.add([Fact("held")])
@@ -220,7 +220,7 @@ def test_what_is_not_ours_is_refused_and_untouched(tmp_path, foreign):
 
 @pytest.mark.slow
 def test_a_database_that_cannot_be_read_says_so_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("kp_core.facts.client._LOCKED_SECONDS", 0.2)
+    monkeypatch.setattr("kp_core.banks.client._LOCKED_SECONDS", 0.2)
     with ChromaFactStore(tmp_path, HashEmbedder()) as store:
         store.add(facts_of(3))
     with sqlite3.connect(tmp_path / "chroma.sqlite3", isolation_level=None) as other:
@@ -352,7 +352,7 @@ def test_what_left_is_refused_with_what_to_use():
 _CHANGE = """
 import sys
 import sklearn.cluster
-from kp_core.facts import ChromaFactStore, Fact
+from kp_core.banks import ChromaFactStore, Fact
 from tests.kits import HashEmbedder
 store = ChromaFactStore(sys.argv[1], HashEmbedder(), bank_size=5)
 store.banks()
@@ -438,7 +438,7 @@ def locked(folder, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["EXCLUSIVE", "IMMEDIATE"])
 def test_a_database_that_somebody_else_holds_is_said_to_be_locked(how, tmp_path, monkeypatch):
-    monkeypatch.setattr("kp_core.facts.client._LOCKED_SECONDS", 0.2)
+    monkeypatch.setattr("kp_core.banks.client._LOCKED_SECONDS", 0.2)
     with ChromaFactStore(tmp_path / "facts", HashEmbedder()) as facts:
         facts.add([Fact("A gate.")])
         with locked(tmp_path / "facts", how):

@@ -29,13 +29,13 @@ from kp_core import (
     PackStore,
     load_engine,
 )
-from kp_core.compiling import compile_facts, open_facts
-from kp_core.delivery import Delivery, Unit
-from kp_core.engines.session import Session
+from kp_core.banks.compiling import compile_facts, open_facts
+from kp_core.banks.delivery import Delivery, Unit
 from kp_core.errors import FactError, HandleError, OptionError, PackError, TemplateError
 from kp_core.events import subscribe
 from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.template import ChatTemplate
+from kp_core.session.session import Session
 from tests.conftest import tiny_engine, until
 from tests.core.packs.made import rounded_file
 from tests.kits import CHATML, HashEmbedder, tiny_model, tiny_tokenizer
@@ -432,7 +432,7 @@ def test_a_text_of_another_store_that_is_gone_while_its_pack_is_written_leaves_n
 _DELETES = """
 import sys
 from kp_core import ChromaFactStore, PackStore
-from kp_core.delivery import Delivery
+from kp_core.banks.delivery import Delivery
 from tests.kits import HashEmbedder
 
 made = Delivery(ChromaFactStore(f"{sys.argv[1]}/facts", HashEmbedder()), None, PackStore(f"{sys.argv[1]}/packs"))
@@ -470,8 +470,8 @@ def test_a_fact_that_waits_and_stays_is_compiled(tmp_path: Path) -> None:
 
 
 def test_of_very_many_packs_a_sample_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kp_core.compiling._LOOKED_AT", 8)
-    monkeypatch.setattr("kp_core.compiling._SAMPLE", 4)
+    monkeypatch.setattr("kp_core.banks.compiling._LOOKED_AT", 8)
+    monkeypatch.setattr("kp_core.banks.compiling._SAMPLE", 4)
     peeks: list[object] = []
     peek = PackStore.peek
     monkeypatch.setattr(PackStore, "peek", lambda self, *which: peeks.append(which) or peek(self, *which))

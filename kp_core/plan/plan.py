@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import get_args
 
-from kp_core.compose import Composer, Region
 from kp_core.errors import SamplingError, SteeringError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.kept import KeptKV
 from kp_core.packs.view import PackView
+from kp_core.plan.composer import Composer, Region
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.steering import Scope, Steering
 
@@ -29,7 +29,7 @@ _MOST_TOP = 20  # As OpenAI and vLLM.
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; the defaults are greedy. `kp_core.engines.request.ABOUT` explains each field.
+    """How the next token is chosen; the defaults are greedy. `kp_core.plan.request.ABOUT` explains each field.
 
     Raises `SamplingError` for a value out of range.
     """

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from kp_core.facts.base import Fact, Filter, Hit
-from kp_core.facts.embed import Embedder
-from kp_core.facts.filters import predicate
-from kp_core.facts.store import BANK_SIZE, FactStore, Row, Vectors, alive, ranked
+from kp_core.banks.base import Fact, Filter, Hit
+from kp_core.banks.embed import Embedder
+from kp_core.banks.filters import predicate
+from kp_core.banks.store import BANK_SIZE, FactStore, Row, Vectors, alive, ranked
 
 __all__ = ["MemoryFactStore"]
 

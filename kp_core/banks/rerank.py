@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kp_core.banks.base import Hit, Reranker
 from kp_core.bundled import needing
 from kp_core.errors import FactError
-from kp_core.facts.base import Hit, Reranker
 
 __all__ = ["LexicalReranker", "hits_wanted"]
 

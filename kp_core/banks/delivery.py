@@ -11,20 +11,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
-from kp_core.compiling import Unit, compile_facts, find_compiled
+from kp_core.banks import Added, Fact, FactStore, Filter, Hit, Reranker
+from kp_core.banks.base import content_id
+from kp_core.banks.compiling import Unit, compile_facts, find_compiled
+from kp_core.banks.rerank import hits_wanted
 from kp_core.edit import How, edit, replaced
-from kp_core.engines.request import CompiledFor
-from kp_core.engines.session import Session
 from kp_core.errors import BusyError, FactError, PackError, PackNotFoundError, gone
 from kp_core.events import log_event
-from kp_core.facts import Added, Fact, FactStore, Filter, Hit, Reranker
-from kp_core.facts.base import content_id
-from kp_core.facts.rerank import hits_wanted
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle, check_namespace, inert
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
+from kp_core.plan.request import CompiledFor
+from kp_core.session.session import Session
 
 __all__ = ["KV", "Delivery", "Found", "Precompile", "Unit"]
 

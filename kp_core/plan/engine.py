@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.plan import Limit, Plan
+from kp_core.plan.plan import Limit, Plan
 from kp_core.tools import Scores
 
 __all__ = ["CAPABILITIES", "MEMBERS", "Engine", "FinishReason", "TokenStream"]

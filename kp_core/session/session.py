@@ -12,31 +12,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Container, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 
 from kp_core.engines.arranging import Selector
-from kp_core.engines.base import CAPABILITIES, Engine, TokenStream
 from kp_core.engines.calibration import Calibrations
-from kp_core.engines.contrast import make_steering
-from kp_core.engines.explain import Explanation, explain
-from kp_core.engines.planning import Learned, Planner
-from kp_core.engines.reading import (
-    AsyncStream,
-    Generation,
-    Stream,
-    check_time,
-    grammar_of,
-    in_thread,
-    read_answer,
-    usage_of,
-)
-from kp_core.engines.request import CompiledFor, Request
 from kp_core.errors import (
     BusyError,
     ContextOverflowError,
@@ -51,10 +36,26 @@ from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
 from kp_core.pickling import Shared
-from kp_core.plan import Limit, Plan
+from kp_core.plan.engine import CAPABILITIES, Engine, TokenStream
+from kp_core.plan.plan import Limit, Plan
+from kp_core.plan.planner import Learned, Planner
+from kp_core.plan.request import CompiledFor, Request
 from kp_core.progress import bar_of
 from kp_core.prompt.conversation import Message
 from kp_core.prompt.template import ChatTemplate
+from kp_core.session.contrast import make_steering
+from kp_core.session.explain import Explanation, explain
+from kp_core.session.idle import IdleQueue, Job
+from kp_core.session.reading import (
+    AsyncStream,
+    Generation,
+    Stream,
+    check_time,
+    grammar_of,
+    in_thread,
+    read_answer,
+    usage_of,
+)
 from kp_core.steering import Pair, Steering
 from kp_core.threads import make_anew
 from kp_core.tools import Delta
@@ -69,10 +70,7 @@ logger = logging.getLogger(__name__)
 Asked = Sequence[Message] | str | Mapping[str, Any]
 """A conversation, or a mapping of its `messages` and its own options."""
 Key = TypeVar("Key", bound=Hashable)
-Job: TypeAlias = Callable[[], Iterable[object] | None]
-"""Background work: a function that does all of it at once, or returns an iterable that does one piece at each step."""
 
-_MOST_JOBS = 64  # Background jobs that may wait.
 _PACED = 256  # Shorter prefills do not count for the pace, because the fixed cost of a pass dominates them.
 
 
@@ -491,96 +489,3 @@ def _beginning(asked: Asked) -> str:
     if isinstance(asked, str):
         return asked
     return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in asked)
-
-
-class IdleQueue:
-    """Runs background jobs one after the other in one thread, which exists only while there are jobs.
-
-    A step begins only when no request is being answered. A request that arrives during a step waits for at most that
-    step. At most `_MOST_JOBS` jobs may wait.
-    """
-
-    def __init__(self) -> None:
-        self._closed, self._requests, self._is_registered = False, 0, False
-        self._jobs: deque[tuple[Job, Future[None]]] = deque()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    def put(self, job: Job) -> Future[None]:
-        """Queue `job`. The returned future completes with the job, receives its error, and can be cancelled.
-
-        Raises `BusyError` when too many jobs wait, or after `close`.
-        """
-        future: Future[None] = Future()
-        with self._changed:
-            if self._closed or len(self._jobs) >= _MOST_JOBS:
-                reason = "it was closed" if self._closed else f"{_MOST_JOBS} jobs wait already"
-                raise BusyError(f"The engine takes no more background work: {reason}.")
-            self._jobs.append((job, future))
-            if self._thread is None:
-                if not self._is_registered:
-                    # The interpreter must not exit while a thread is inside torch. Unregistering frees no slot.
-                    atexit.register(self.close)
-                    self._is_registered = True
-                self._thread = threading.Thread(target=self._work, name="kp-idle", daemon=True)
-                self._thread.start()
-        return future
-
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        """Hold this while a request is answered; no step begins meanwhile."""
-        with self._changed:
-            self._requests += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._requests -= 1
-                self._changed.notify_all()
-
-    def close(self) -> None:
-        """Cancel the waiting jobs, and wait for the step under way."""
-        atexit.unregister(self.close)
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                if self._closed:
-                    for _, future in self._jobs:
-                        future.cancel()
-                    self._jobs.clear()
-                if not self._jobs:
-                    self._thread = None
-                    return
-                job, future = self._jobs.popleft()
-            if future.set_running_or_notify_cancel():
-                self._run(job, future)
-
-    def _run(self, job: Job, future: Future[Any]) -> None:
-        def begun() -> Iterator[object]:
-            yield from job() or ()
-
-        try:
-            steps = begun()
-            while self._may_begin():
-                if next(steps, self) is self:
-                    future.set_result(None)
-                    return
-            future.set_exception(BusyError("The engine was closed before this background work was done."))
-        except Exception as error:  # noqa: BLE001 - a job may fail in any way, and its future takes the error
-            # At interpreter exit a job cannot use other threads. A later run meets the same work again.
-            is_exiting = not threading.main_thread().is_alive()
-            logger.log(logging.DEBUG if is_exiting else logging.WARNING, "Background work failed: %s", error)
-            future.set_exception(error)
-
-    def _may_begin(self) -> bool:
-        """Wait until no request is being answered. Returns `False` when the queue was closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or not self._requests)
-            return not self._closed

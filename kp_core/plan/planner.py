@@ -22,16 +22,16 @@ from kp_core.compose import (
     laid_out,
 )
 from kp_core.engines.arranging import Selector, arranged
-from kp_core.engines.base import Engine
 from kp_core.engines.calibration import Calibrations
-from kp_core.engines.request import CompiledFor, Request
 from kp_core.errors import ContextOverflowError, KnowledgePackError, OptionError, PackNotFoundError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.kept import KeptEntry, KeptKV
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.view import TRUSTED_ROLES, PackRef, PackView, explicit_packs, why_unresolved
-from kp_core.plan import Plan, Region, plan_regions, plan_steered
+from kp_core.plan.engine import Engine
+from kp_core.plan.plan import Plan, Region, plan_regions, plan_steered
+from kp_core.plan.request import CompiledFor, Request
 from kp_core.prompt.conversation import Message, Turn, placed, unresolved
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.template import ChatTemplate

@@ -16,12 +16,12 @@ from typing import Any, NoReturn, Self
 import numpy as np
 from filelock import FileLock
 
+from kp_core.banks.base import Fact, Filter, Hit
+from kp_core.banks.client import FACTS, SCHEMA, check_unlocked, is_url, open_client, prepared, version_of
+from kp_core.banks.embed import Embedder, SentenceTransformerEmbedder, as_embedder, normalised
+from kp_core.banks.filters import predicate
+from kp_core.banks.store import BANK_SIZE, FactStore, Row, Vectors, alive, ranked
 from kp_core.errors import FactError, KnowledgePackError, gone
-from kp_core.facts.base import Fact, Filter, Hit
-from kp_core.facts.client import FACTS, SCHEMA, check_unlocked, is_url, open_client, prepared, version_of
-from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder, normalised
-from kp_core.facts.filters import predicate
-from kp_core.facts.store import BANK_SIZE, FactStore, Row, Vectors, alive, ranked
 from kp_core.pickling import Shared
 from kp_core.threads import check_process
 

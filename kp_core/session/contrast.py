@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kp_core.engines.base import Engine
 from kp_core.errors import SteeringError
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import Prefix, common_length
-from kp_core.plan import Plan
+from kp_core.plan.engine import Engine
+from kp_core.plan.plan import Plan
 from kp_core.progress import bar_of
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import LayerRange, Method, Pair, Steering, resolve_layers

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kp_core.banks.base import LATEST, Added, Fact, Filter, Hit, Reranker, content_id
+from kp_core.banks.embed import Embedder, as_embedder, checked_vectors, normalised
+from kp_core.banks.filters import predicate
+from kp_core.banks.rerank import hits_wanted
 from kp_core.bundled import needing
 from kp_core.errors import FactError
-from kp_core.facts.base import LATEST, Added, Fact, Filter, Hit, Reranker, content_id
-from kp_core.facts.embed import Embedder, as_embedder, checked_vectors, normalised
-from kp_core.facts.filters import predicate
-from kp_core.facts.rerank import hits_wanted
 from kp_core.pickling import Shared
 from kp_core.threads import make_anew
 
@@ -162,7 +162,7 @@ class FactStore(Shared, ABC):
 
         `probes=None` searches all facts. A number searches only the `probes` banks with the nearest centroids, as in
         the paper, and further ones until there are `k` facts. Facts with equal texts are separate hits. `where`
-        filters facts (see `kp_core.facts.filters`).
+        filters facts (see `kp_core.banks.filters`).
         `rerank` sorts the best `rerank.depth` hits.
 
         Raises `FactError` for a blank question, invalid arguments, and an empty store.

@@ -12,17 +12,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from kp_core.engines.request import CompiledFor
-from kp_core.engines.session import Session
+from kp_core.banks import ChromaFactStore, Fact, FactStore, MemoryFactStore
+from kp_core.banks.embed import Embedder, SentenceTransformerEmbedder
 from kp_core.errors import FactError, PackNotFoundError, PromptError, ShortTextError
 from kp_core.events import log_event
-from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
-from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
 from kp_core.packs.codec import Compression, check_compression
 from kp_core.packs.file import encode_pack
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.view import Packs
+from kp_core.plan.request import CompiledFor
+from kp_core.session.session import Session
 
 __all__ = ["Unit", "compile_cost", "compile_facts", "estimate_units", "find_compiled", "open_facts", "provenance_of"]
 

@@ -1,0 +1,1 @@
+"""Sessions: messages in, answers out, over any engine."""
