@@ -151,7 +151,7 @@ def test_a_misspelt_option_is_refused_with_the_near_miss(parrot, name):
 
 
 def test_one_request_is_planned_once(monkeypatch, tmp_path):
-    from kp_core.plan.plan import planner as planning
+    from kp_core.plan import planner
 
     engine, store = tiny_engine(), PackStore(tmp_path)
     engine.clear_cache()
@@ -160,13 +160,13 @@ def test_one_request_is_planned_once(monkeypatch, tmp_path):
     calls = []
 
     def counted(name):
-        original = getattr(planning, name)
+        original = getattr(planner, name)
 
         def count(*arguments, **options):
             calls.append(name)
             return original(*arguments, **options)
 
-        monkeypatch.setattr(planning, name, count)
+        monkeypatch.setattr(planner, name, count)
 
     counted("plan_regions")
     for _ in ("cold", "warm"):
