@@ -37,9 +37,23 @@ class Shared:
         return _shared, (self._pickled_as, opens)
 
 
-def _shared(key: str, opens: Callable[[], Shared]) -> Shared:
+class _Unopened:
+    """Raises the error of what could not be opened when it is used."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        raise self._error
+
+
+def _shared(key: str, opens: Callable[[], Shared]) -> Shared | _Unopened:
     found = _here.get(key)
     if found is None:
-        found = _here[key] = _opened[key] = opens()
+        try:
+            found = opens()
+        except Exception as error:  # noqa: BLE001 - a pool of processes waits forever for one that fails to unpickle
+            return _Unopened(error)
+        _here[key] = _opened[key] = found
         found._pickled_as = key  # noqa: SLF001 - one of ours
     return found

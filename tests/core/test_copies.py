@@ -5,7 +5,11 @@ import asyncio
 import copy
 import multiprocessing
 import pickle
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import llama_index.core
 import pytest
 from langchain.agents import create_agent
 from langgraph.checkpoint.memory import InMemorySaver
@@ -140,6 +144,29 @@ def test_a_spawned_process_answers_from_a_pickle(folder, tmp_path):
         assert pool.apply(chat.invoke, ("Hi",)).text == chat.invoke("Hi").text
 
 
+def test_what_another_process_cannot_open_raises_at_its_first_use(folder, tmp_path, monkeypatch):
+    moved = tmp_path / "model"
+    shutil.copytree(folder, moved)
+    sent = pickle.dumps(KnowledgePackLLM(engine=load_engine(moved, dtype="float32"), max_tokens=3))
+    monkeypatch.setattr(pickling, "_here", {})
+    moved.rename(tmp_path / "elsewhere")
+    llm = pickle.loads(sent)  # Does not raise: a pool would wait forever for that worker.
+    with pytest.raises(ModelError, match="model"):
+        llm.complete("Hi")
+    (tmp_path / "elsewhere").rename(moved)
+    assert pickle.loads(sent).complete("Hi").text
+
+
+@pytest.mark.slow
+def test_a_pool_tells_that_its_workers_cannot_open_the_model(folder, tmp_path):
+    moved = tmp_path / "model"
+    shutil.copytree(folder, moved)
+    chat = ChatKnowledgePacks(engine=load_engine(moved, dtype="float32"), max_tokens=3)
+    moved.rename(tmp_path / "elsewhere")
+    with multiprocessing.get_context("spawn").Pool(1) as pool, pytest.raises(ModelError, match="model"):
+        pool.apply_async(chat.invoke, ("Hi",)).get(timeout=120)
+
+
 def test_a_secret_is_not_pickled(tmp_path, monkeypatch):
     store = PackStore(tmp_path, secret="ab" * 32)
     with pytest.raises(PackError, match="KP_SECRET"):
@@ -181,3 +208,19 @@ def test_an_ingestion_pipeline_runs_our_model_and_reads_its_answers_from_the_cac
     assert len(first) == 4
     assert first == again
     assert llm.engine is copy.deepcopy(steps)[1].llm.engine
+
+
+@pytest.mark.slow
+def test_workers_of_an_ingestion_pipeline_load_our_model(folder, tmp_path, monkeypatch):
+    # Workers load LlamaIndex's own tokenizer by its name, from the network unless this folder has it.
+    cache = Path(llama_index.core.__file__).parent / "_static/tiktoken_cache"
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
+    llm = KnowledgePackLLM(engine=load_engine(folder, dtype="float32"), max_tokens=3)
+    steps = [SentenceSplitter(chunk_size=64, chunk_overlap=0), KeywordExtractor(llm=llm, keywords=2, num_workers=1)]
+    documents = [Document(text=f"{TEXT} It is gate {number}.", id_=str(number)) for number in range(2)]
+    with ThreadPoolExecutor(1) as threads:
+        run = threads.submit(IngestionPipeline(transformations=steps).run, documents=documents, num_workers=2)
+        nodes = run.result(timeout=300)
+    alone = IngestionPipeline(transformations=steps).run(documents=documents)
+    assert [node.metadata for node in nodes] == [node.metadata for node in alone]
+    assert all("excerpt_keywords" in node.metadata for node in nodes)
