@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from kp_core.errors import KnowledgePackError
 
-__all__ = ["check_process", "let_go", "make_anew"]
+__all__ = ["check_process", "make_anew", "release_openmp_threads"]
 
 _SOFT = 1  # `omp_pause_soft` of OpenMP: threads end, and their settings stay.
 
@@ -43,7 +43,7 @@ def check_process(owner: int, what: str, error: type[KnowledgePackError]) -> Non
         )
 
 
-def let_go() -> None:
+def release_openmp_threads() -> None:
     """End the OpenMP threads of the calling thread, if torch uses libgomp. New ones start when it computes again.
 
     libgomp keeps worker threads for every thread that ever computed. They wait without sleeping only while there are no
@@ -69,7 +69,7 @@ def _pause() -> Callable[[int], int]:
 
 def _before_fork() -> None:
     if "torch" in sys.modules:  # Else the forked process would wait for threads of libgomp that it does not have.
-        let_go()
+        release_openmp_threads()
 
 
 def _in_child() -> None:

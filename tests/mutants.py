@@ -195,7 +195,7 @@ FAULTS = (
         "tests/core/compose",
     ),
     Fault(
-        "kp_core/engines/local/engine.py",
+        "kp_core/engines/local/run.py",
         "[region.start + place for place in places]",
         "[region.start + place for place in places][:-1]",
         "tests/core/compose",

@@ -40,7 +40,16 @@ CAPABILITIES = {
 
 MEMBERS = {
     "attention": ("attention",),
-    "cache": ("bytes_per_token", "cached_bytes", "clear_cache", "found", "pin", "refresh", "state_bytes", "unpin"),
+    "cache": (
+        "bytes_per_token",
+        "cached_bytes",
+        "cached_tokens",
+        "clear_cache",
+        "pin",
+        "refresh",
+        "state_bytes",
+        "unpin",
+    ),
 }
 """What an engine with these capabilities has besides the members of `Engine`; see `LocalEngine`."""
 

@@ -233,9 +233,13 @@ class Planner:
             return None
         return replace(span, reference=replace(span.reference, pack=entry))
 
-    def found(self, plan: Plan) -> int:
+    def cached_tokens(self, plan: Plan) -> int:
         """How many tokens of a prompt, from the first on, are in memory."""
-        return cast("LocalEngine", self._engine).found(plan) if "cache" in self._engine.supports and plan.reuse else 0
+        return (
+            cast("LocalEngine", self._engine).cached_tokens(plan)
+            if "cache" in self._engine.supports and plan.reuse
+            else 0
+        )
 
     def _budget(self, prompt: Prompt, request: Request, tokens: int | None) -> int:
         """How many tokens the answer may take. Raises `ContextOverflowError` if they do not fit after the prompt."""
@@ -276,7 +280,7 @@ class Planner:
         if learn:
             missing = [part for part in kept.keys if not kept.has(*part)]
             # KV in memory was met, too, if only as text: a document goes as text until its pack is compiled.
-            in_memory = self.found(plan) if missing else 0
+            in_memory = self.cached_tokens(plan) if missing else 0
             kept.wanted = frozenset(
                 (start, stop)
                 for start, stop in missing

@@ -233,7 +233,7 @@ class Session(Shared):
         pace = seconds / tokens if tokens else self._probe()
         state_bytes = self.state_bytes if "cache" in self.engine.supports else 0
         is_bitwise = "bitwise" in self.engine.supports
-        return explain(plan, self._planner.found(plan), pace, state_bytes, is_bitwise=is_bitwise)
+        return explain(plan, self._planner.cached_tokens(plan), pace, state_bytes, is_bitwise=is_bitwise)
 
     def perplexity(self, messages: Sequence[Message] | str, answer: str, **options: Any) -> float:  # noqa: ANN401
         """Perplexity per token of `answer` to a conversation; 1.0 without tokens. Raises as `generate`."""

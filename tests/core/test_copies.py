@@ -131,7 +131,7 @@ def test_another_process_opens_each_once(folder, monkeypatch):
     monkeypatch.setattr(pickling, "_here", {})  # As in a process that has none of them.
     (chat, llm), (again, _) = pickle.loads(sent), pickle.loads(sent)
     assert chat.engine is llm.engine is again.engine is not engine
-    assert chat.engine.engine.pass_tokens == 16
+    assert chat.engine.engine.scheduler.pass_tokens == 16
     assert chat.invoke("Hi").text == llm.complete("Hi").text == expected
     assert pickle.loads(pickle.dumps(chat.engine)) is chat.engine
 

@@ -131,10 +131,10 @@ def _check_capabilities(session: Session) -> None:
         caching, plan = cast("LocalEngine", session.engine), _plan(session, max_tokens=1)
         pinned = caching.pin(plan)
         caching.clear_cache()
-        holds("A pinned prompt stays in the prefix tree.", caching.found(plan) == len(plan.prompt))
+        holds("A pinned prompt stays in the prefix tree.", caching.cached_tokens(plan) == len(plan.prompt))
         caching.unpin(pinned)
         caching.clear_cache()
-        holds("`clear_cache` drops what is not pinned.", caching.found(plan) == 0)
+        holds("`clear_cache` drops what is not pinned.", caching.cached_tokens(plan) == 0)
 
 
 def _check_logprobs(session: Session) -> None:

@@ -161,11 +161,11 @@ def view_of(way, folder):
 def check(engine, talk, way, folder):
     """Reach the prompt of a talk in a way, and compare all there is of it with one pass over its plain text."""
     store = PackStore(folder)
-    engine.engine.pass_tokens = 4096
+    engine.engine.scheduler.pass_tokens = 4096
     sent, plain = compiled(engine, store, talk)
     ids = engine.prefill(plain, reuse=False).prompt.token_ids
     assert talk is not LONG or len(ids) > 2 * TILE
-    engine.engine.pass_tokens = max(way.pass_tokens, len(ids) // 60)
+    engine.engine.scheduler.pass_tokens = max(way.pass_tokens, len(ids) // 60)
     view, keep = view_of(way, folder), "always" if way.source == "kept" else "never"
     if way.source == "kept":
         engine.clear_cache()
@@ -225,7 +225,7 @@ def test_eight_at_once_have_the_bits_of_each_alone(architecture, dtype, talk, ta
     sent, _ = compiled(engine, store, talk)
     view = store.view("law")
     engine.clear_cache()
-    engine.engine.pass_tokens = pass_tokens
+    engine.engine.scheduler.pass_tokens = pass_tokens
     asked = [[*sent[:-1], user(f"{sent[-1]['content']}{tail}")] for tail in tails]
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda each: engine.generate(each, view=view, max_tokens=6), asked))

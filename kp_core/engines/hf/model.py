@@ -40,7 +40,7 @@ from kp_core.engines.local.tree import PrefixTree
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.rope import Rope
-from kp_core.threads import let_go
+from kp_core.threads import release_openmp_threads
 
 __all__ = ["CausalModel"]
 
@@ -102,7 +102,7 @@ class CausalModel:
         self.lacks: Mapping[str, str] = self._found_lacks()
         if graphs and self.device.type == "cuda" and self.batches:
             self.use_replay(capturing(self.device))
-        let_go()  # Other threads may run the requests.
+        release_openmp_threads()  # Other threads may run the requests.
 
     def use_replay(self, record: Record) -> None:
         """Replay passes that `record` records, if that gives the same logits: of decoding, and of short questions.

@@ -71,7 +71,7 @@ class CacheShape:
     states: tuple[StateShape, ...] = ()
     devices: tuple[torch.device, ...] = ()
 
-    def placed(self, kv: KVTensors) -> KVTensors:
+    def on_device(self, kv: KVTensors) -> KVTensors:
         """`kv` in this dtype, on the devices of the layers."""
         devices = self.devices or [self.device] * kv.layers
         keys, values = (
@@ -168,10 +168,10 @@ class KVBuffer:
             self.stacked = keys, values
             self.layers = [BufferLayer(keys[at : at + 1], values[at : at + 1]) for at in range(count)]
         else:
-            placed_layers = zip(shape.layers, shape.devices or [shape.device] * len(shape.layers), strict=True)
+            devices = shape.devices or [shape.device] * len(shape.layers)
             self.layers = [
                 BufferLayer(empty(1, heads, key, device), empty(1, heads, value, device))
-                for (heads, key, value), device in placed_layers
+                for (heads, key, value), device in zip(shape.layers, devices, strict=True)
             ]
         self.view: object = None
         """The buffer in the form that the model's library needs; the code for that library makes it once."""

@@ -1,4 +1,4 @@
-"""Decides who computes next on one model: decoding steps and short questions together, in turns with prefill."""
+"""Decides who computes next on one model: decoding steps and short suffixes of prompts, in turns with prefill."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.model import Memory, Model
 from kp_core.errors import CacheBudgetError
-from kp_core.threads import let_go
+from kp_core.threads import release_openmp_threads
 
 __all__ = ["Decoding", "Scheduler", "is_out_of_memory"]
 
@@ -29,9 +29,10 @@ _MOST_ROWS = 16  # Most answers in one pass.
 _INTERRUPTED = "The step was interrupted in the thread that computed it for several answers. Ask again."
 _PATIENCE = 0.5
 """How long a step waits for the answers that it shared its last pass with, as a share of the duration of a pass."""
-_SHORT = 64  # Most tokens of a question computed with others, and of a pass after which prefill keeps its turn.
+_SHORT = 64  # Most tokens of a suffix computed with others, and of a pass after which prefill keeps its turn.
 _MOST_TOKENS = 512  # Most tokens of a pass for several answers.
-_BURST, _GRACE = 0.5, 0.1  # Seconds for which prefill keeps its turn, and for which steps wait for the next prompt.
+_BURST = 0.5  # Seconds that prefill passes may follow each other while decoding steps wait.
+_GRACE = 0.1  # Seconds that decoding steps wait for a prompt that is about to be computed.
 _OUT_OF_MEMORY = (
     "The device has too little memory for this request, also after everything that no request uses was freed. Send "
     "fewer or shorter requests at once, or load the engine with smaller cache_bytes or chunk_tokens."
@@ -55,14 +56,14 @@ class Scheduler:
     """Gives the model to one forward pass at a time.
 
     Decoding steps that wait at the same time share one pass, which one of the waiting threads computes for all. A step
-    waits briefly for the answers that it shared its last pass with. A question that ends a prompt is a step of several
+    waits briefly for the answers that it shared its last pass with. A short suffix of a prompt is a step of several
     tokens. If both wait, prefill and decoding alternate, one pass and one step. Prompts that arrive together are
     prefilled before the next step, which they then share.
     """
 
-    def __init__(self, model: Model, free_unused: Callable[[], None] = lambda: None) -> None:
-        """`free_unused` frees the memory that no request uses; see `twice`."""
-        self._model, self._free_unused = model, free_unused
+    def __init__(self, model: Model, pass_tokens: int = 1024, free_unused: Callable[[], None] = lambda: None) -> None:
+        """`pass_tokens` are the most of one pass over a prompt. `free_unused` frees the memory that no request uses."""
+        self.model, self.pass_tokens, self._free_unused = model, pass_tokens, free_unused
         self._changed = threading.Condition()
         self._is_busy, self._prefilling, self._coming, self._is_in_vain = False, 0, 0, False
         self._turn = math.inf  # The time from which steps go before prefill; infinite until a prompt takes its turn.
@@ -73,7 +74,7 @@ class Scheduler:
         self._memory: Memory = {}
         """Used again by the next rows, until no answers are decoded together."""
 
-    def twice(self, compute: Callable[[], _Result], again: Callable[[], _Result] | None = None) -> _Result:
+    def retry_after_oom(self, compute: Callable[[], _Result], again: Callable[[], _Result] | None = None) -> _Result:
         """The result of `compute`. If the device has too little memory, frees what no request uses, and tries `again`.
 
         By default, `again` is `compute`. Raises `CacheBudgetError` if there is still too little memory.
@@ -123,11 +124,16 @@ class Scheduler:
         finally:
             self._free(self._turn if tokens <= _SHORT else -math.inf)
 
+    def forward(self, ids: Sequence[int], buffer: KVBuffer, logits: int = 1) -> Tensor:
+        """See `Model.forward`; waits for the model."""
+        with self.prefill(len(ids)):
+            return self.model.forward(ids, buffer, logits)
+
     def may_join(self, tokens: int) -> bool:
-        """Whether a question of `tokens` tokens, of a prompt that is `coming`, may share a pass with other steps."""
+        """Whether the last `tokens` tokens of a prompt that is `coming` may share a pass with decoding steps."""
         with self._changed:
             is_shared = self._coming > 1 or self._is_busy or self._waiting or self._together
-            return bool(is_shared and tokens <= _SHORT and "batch" not in self._model.lacks)
+            return bool(is_shared and tokens <= _SHORT and "batch" not in self.model.lacks)
 
     def leave(self, decoding: Decoding) -> None:
         """Record that an answer is complete, so that no step waits for it."""
@@ -140,13 +146,13 @@ class Scheduler:
             self._changed.notify_all()
 
     def step(self, decoding: Decoding, *tokens: int) -> Tensor:
-        """Compute `tokens`, one token or a question, behind the buffer. Returns the last logits, `(vocabulary,)`.
+        """Compute a token, or the suffix of a prompt, behind the buffer. Returns the last logits, `(vocabulary,)`.
 
         Raises the error of the pass, also if another thread computed it.
         """
         decoding.tokens, decoding.logits, decoding.error = tokens, None, None
         if len(self._together) > 1 or self._coming or self._waiting:
-            let_go()  # Sampling the token used OpenMP threads too.
+            release_openmp_threads()  # Sampling the token used OpenMP threads too.
         arrival = time.monotonic()
         with self._changed:
             self._waiting.append(decoding)
@@ -194,7 +200,7 @@ class Scheduler:
         if self._is_busy or decoding not in self._waiting or self._is_for_prefill():
             return None
         batch = [decoding]
-        if (len(self._waiting) > 1 or self._together - {decoding}) and "batch" not in self._model.lacks:
+        if (len(self._waiting) > 1 or self._together - {decoding}) and "batch" not in self.model.lacks:
             if not self._together <= {*self._waiting} and time.monotonic() < self._until(came):
                 return None
             room = _MOST_TOKENS - len(decoding.tokens)
@@ -212,7 +218,7 @@ class Scheduler:
     def _compute(self, batch: list[Decoding]) -> None:
         start_time = time.monotonic()
         try:
-            self.twice(partial(self._in_one_pass, batch), partial(self._one_by_one, batch))
+            self.retry_after_oom(partial(self._in_one_pass, batch), partial(self._one_by_one, batch))
         except BaseException as error:
             for member in batch:
                 member.error = error if isinstance(error, Exception) else CancelledError(_INTERRUPTED)
@@ -243,18 +249,18 @@ class Scheduler:
         if len(batch) == 1:
             if self._rows is not None and batch[0] in self._rows[0]:
                 self._rows = None  # Its copies of this buffer's keys are out of date after this pass.
-            return self._model.forward(batch[0].tokens, batch[0].buffer)
+            return self.model.forward(batch[0].tokens, batch[0].buffer)
         if any(len(member.tokens) > 1 for member in batch):
-            self._rows = None  # Questions are new rows, and copies of the other rows' keys are out of date afterwards.
-            return self._model.ragged([member.buffer for member in batch], [member.tokens for member in batch])
+            self._rows = None  # Suffixes are new rows, and copies of the other rows' keys are out of date afterwards.
+            return self.model.ragged([member.buffer for member in batch], [member.tokens for member in batch])
         rows = self._rows
         if rows is None or rows[0] != batch:
-            rows = self._rows = batch, self._model.rows([member.buffer for member in batch], self._memory)
+            rows = self._rows = batch, self.model.rows([member.buffer for member in batch], self._memory)
         return rows[1]([member.tokens[0] for member in batch])
 
     def _free(self, turn: float) -> None:
         if len(self._together) > 1 or self._coming or self._waiting or self._prefilling:
-            let_go()
+            release_openmp_threads()
         with self._changed:
             self._is_busy, self._turn, self._freed = False, turn, time.monotonic()
             self._changed.notify_all()

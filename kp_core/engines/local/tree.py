@@ -163,8 +163,11 @@ class Path:
             self.last.pins += 1
             return self.last
 
-    def place(self, read: Callable[[int, int], KVTensors], device: torch.device) -> None:
-        """Move what the path has in host memory to `device`, as far as there is room; `read(start, stop)` gives it."""
+    def bring_back(self, read: Callable[[int, int], KVTensors], device: torch.device) -> None:
+        """Move nodes in host memory back to `device`, as far as there is room.
+
+        `read(start, stop)` gives their KV on the device.
+        """
         tree, stop = self._tree, 0
         with tree.lock:
             nodes = list(self.last.line)[::-1]

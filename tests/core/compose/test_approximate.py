@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from kp_core import Handle, KVTensors, PackStore, SelectComposer, SpliceComposer
 from kp_core.compose import composer_of
-from kp_core.engines.local import engine as local_engine
+from kp_core.engines.local import run as local_run
 from kp_core.packs.pack import common_length
 from kp_core.plan.plan import Plan, Region
 from kp_core.plan.request import Request
@@ -131,7 +131,7 @@ def test_one_pass_with_the_question_is_two(composer, isles, monkeypatch):
     request |= {"composer": composer}
     passes = joint_passes(engine, question, request, monkeypatch)
     with monkeypatch.context() as apart:
-        apart.setattr(local_engine, "_may_wait", lambda *_: False)
+        apart.setattr(local_run, "_may_wait", lambda *_: False)
         _, slow = kv_of(engine, question, **request)
         engine.clear_cache()
         two = engine.generate(question, **request, max_tokens=8)
@@ -171,7 +171,7 @@ def joint_passes(engine, question, request, monkeypatch):
 def test_a_long_question_has_a_pass_of_its_own(isles, monkeypatch):
     engine, request, question = isles
     passes = joint_passes(engine, question, request, monkeypatch)
-    monkeypatch.setattr("kp_core.engines.local.engine._TOGETHER_TOKENS", 15)
+    monkeypatch.setattr("kp_core.engines.local.run._TOGETHER_TOKENS", 15)
     engine.prefill(f"{question} And why is that so?", **request, composer="splice")
     assert not passes
 

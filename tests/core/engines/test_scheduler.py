@@ -15,7 +15,7 @@ from kp_core.engines.local import scheduler as scheduler_module
 from kp_core.engines.local.buffer import TILE, KVBuffer
 from kp_core.engines.local.scheduler import Decoding, Scheduler
 from kp_core.errors import OptionError
-from kp_core.threads import _pause, let_go
+from kp_core.threads import _pause, release_openmp_threads
 from tests.conftest import tiny_engine, until
 from tests.kits import ARCHITECTURES, tiny_model, tiny_tokenizer
 from tests.matrix import architectures
@@ -27,10 +27,10 @@ BOOK = "The keeper counts ships, and writes each of them into a long book. " * 4
 def behind(engine, prefix, own):
     """A buffer that begins with the run `prefix`, as a request that found it in the tree has it."""
     buffer = KVBuffer(engine.model.shape, 1024)
-    engine.forward(prefix, buffer, 0)
+    engine.scheduler.forward(prefix, buffer, 0)
     buffer.runs = [(7, 0, len(prefix))]
     if own:
-        engine.forward(own, buffer, 0)
+        engine.scheduler.forward(own, buffer, 0)
     return buffer
 
 
@@ -66,7 +66,9 @@ def test_rows_are_what_each_is_alone(architecture, shared):
     for step in range(70):  # More than a tail has room for at first.
         tokens = [draw.randrange(256) for _ in owns]
         found = step_rows(tokens)
-        expected = torch.cat([engine.forward([token], buffer) for token, buffer in zip(tokens, alone, strict=True)])
+        expected = torch.cat(
+            [engine.scheduler.forward([token], buffer) for token, buffer in zip(tokens, alone, strict=True)]
+        )
         assert same(engine, found, expected), step
     for one, other in zip(together, alone, strict=True):
         assert one.length == other.length
@@ -96,7 +98,7 @@ def test_questions_of_any_length_in_one_pass_are_what_each_is_alone(architecture
     for counts in [(1, 20, 9, 4), (33, 1, 1, 2), (1, 1, 1, 1)]:
         asked = [[draw.randrange(256) for _ in range(count)] for count in counts]
         found = engine.model.ragged(together, asked)
-        expected = torch.cat([engine.forward(ids, buffer) for ids, buffer in zip(asked, alone, strict=True)])
+        expected = torch.cat([engine.scheduler.forward(ids, buffer) for ids, buffer in zip(asked, alone, strict=True)])
         assert same(engine, found, expected), counts
         assert [each.length for each in together] == [each.length for each in alone]
 
@@ -179,7 +181,7 @@ def test_answers_fall_into_step(monkeypatch):
 
     def ask(number):
         buffer = KVBuffer(engine.engine.model.shape, 128)
-        engine.engine.forward([1, 2, 3 + number], buffer, 0)
+        engine.engine.scheduler.forward([1, 2, 3 + number], buffer, 0)
         decoding = Decoding(buffer)
         start.wait()
         for _ in range(60):
@@ -203,7 +205,7 @@ def test_who_went_on_alone_comes_back_with_all_its_keys():
         for row in rows:
             together[row].tokens = alone[row].tokens = (next(token),)
         found = scheduler._logits([together[row] for row in rows])
-        expected = [engine.forward(alone[row].tokens, alone[row].buffer) for row in rows]
+        expected = [engine.scheduler.forward(alone[row].tokens, alone[row].buffer) for row in rows]
         assert same(engine, found, torch.cat(expected)), rows
 
 
@@ -215,7 +217,7 @@ def test_openmp_lets_go_and_computes_again():
         found = []
         for _ in range(3):
             found.append(big @ big)
-            let_go()
+            release_openmp_threads()
         return all(torch.equal(each, expected) for each in found)
 
     with ThreadPoolExecutor(4) as pool:

@@ -226,7 +226,7 @@ def test_what_the_device_evicts_is_in_host_memory(known, room, host):
         assert path.tokens >= inserted.get(ids, 0) or host < 10**6
         if path.tokens < len(ids):
             path.extend(ids[path.tokens :], kv(ids[path.tokens :], path.tokens))
-        path.place(lambda start, stop, ids=ids: kv(ids[start:stop], start).clone(), torch.device("cpu"))
+        path.bring_back(lambda start, stop, ids=ids: kv(ids[start:stop], start).clone(), torch.device("cpu"))
         inserted[ids] = path.tokens
         path.release()
         assert tree.nbytes == sum(node.nbytes for node in tree._age) <= tree.budget_bytes
@@ -264,13 +264,13 @@ def test_a_path_that_does_not_fit_whole_comes_back_in_part():
     tree.vacate()
     insert(tree, ids, logits=False)
     path = tree.match(ids, logits=False)
-    path.place(lambda start, stop: kv(ids[start:stop], start), torch.device("cpu"))
+    path.bring_back(lambda start, stop: kv(ids[start:stop], start), torch.device("cpu"))
     tree.vacate()
-    path.place(lambda start, stop: kv(ids[start:stop], start), torch.device("cpu"))
+    path.bring_back(lambda start, stop: kv(ids[start:stop], start), torch.device("cpu"))
     assert (tree.nbytes, tree.host_nbytes) == (8 * 2, 8 * 3), "the last node is in use and stays"
     path.release()
     tree.vacate()
     path = tree.match(ids, logits=False)
-    path.place(lambda start, stop: kv(ids[start:stop], start), torch.device("cpu"))
+    path.bring_back(lambda start, stop: kv(ids[start:stop], start), torch.device("cpu"))
     assert (tree.nbytes, tree.host_nbytes) == (8 * 3, 8 * 2), "the first one is not moved out for the last"
     path.release()

@@ -287,7 +287,7 @@ def test_kv_stays_where_its_layer_is():
     shape = CacheShape(((2, 8, 8), (2, 8, 8)), torch.float32, first, devices=(first, second))
     buffer = KVBuffer(shape, 8)
     assert [layer.keys.device for layer in buffer.layers] == [first, second]
-    kv = shape.placed(KVTensors((torch.ones(2, 3, 8),) * 2, (torch.ones(2, 3, 8),) * 2))
+    kv = shape.on_device(KVTensors((torch.ones(2, 3, 8),) * 2, (torch.ones(2, 3, 8),) * 2))
     assert [(key.device, value.device) for key, value in zip(kv.keys, kv.values, strict=True)] == [
         (first, first),
         (second, second),
