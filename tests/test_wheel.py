@@ -112,8 +112,8 @@ def run(python, code, folder):
 @pytest.mark.parametrize(
     ("extra", "code", "output"),
     [
-        pytest.param("", *block("README.md"), id="core"),
-        pytest.param("langchain", *block("README.md", 1), id="langchain"),
+        pytest.param("", *block("docs/index.md"), id="core"),
+        pytest.param("langchain", *block("README.md"), id="langchain"),
         pytest.param("llamaindex", *block("docs/llamaindex.md"), id="llamaindex"),
         pytest.param("cli", COMMANDS, "Found 1 of 1.", id="cli"),
     ],

@@ -51,13 +51,18 @@ def test_there_is_code_to_run():
         "docs/agents.md",
         "docs/langchain.md",
         "docs/llamaindex.md",
-        "docs/migrating.md",
         "docs/python.md",
     }
 
 
 def test_the_readme_is_short():
     assert PAGES["README.md"].count("\n") < 150
+
+
+def test_the_documentation_is_short():
+    """Words of all pages but the changelog, the specification and the notebooks' folders."""
+    pages = [text for page, text in PAGES.items() if not page.startswith(("CHANGELOG", "docs/format", "cookbooks/"))]
+    assert sum(len(text.split()) for text in pages) <= 22_000
 
 
 @pytest.mark.parametrize(("page", "code"), CODE, ids=[f"{name}-{number}" for number, (name, _) in enumerate(CODE)])
