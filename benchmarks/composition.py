@@ -23,7 +23,8 @@ from rich.progress import track
 
 from benchmarks import common
 from kp_core import Generation, PackStore, Session
-from kp_core.compose import Composer, ExactComposer, NaiveComposer, SpliceComposer
+from kp_core.compose import Composer, ExactComposer, SpliceComposer
+from tests.kits import NaiveComposer
 
 __all__ = ["COLUMNS", "main", "run"]
 

@@ -81,11 +81,12 @@ class _Late(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - of Click, which Typer hides
         """See `TyperGroup.resolve_command`."""
-        options = [argument.partition("=")[0] for argument in args[1:] if argument.startswith("--")]
-        positional = [args[1], "MODEL"] if args[1:] and not args[1].startswith("-") else []
-        for command in (args[0], *(f"{args[0]} {argument}" for argument in (*positional, *options))):
-            if command in _GONE:
-                raise typer.BadParameter(f"`kp {command}` is gone in 0.3; {_GONE[command]}.")
+        command, *words = map(str, args)
+        options = [word.partition("=")[0] for word in words if word.startswith("--")]
+        positional = [words[0], "MODEL"] if words and not words[0].startswith("-") else []
+        for gone in (command, *(f"{command} {word}" for word in (*positional, *options))):
+            if gone in _GONE:
+                raise typer.BadParameter(f"`kp {gone}` is gone in 0.3; {_GONE[gone]}.")
         name, _, arguments = super().resolve_command(ctx, args)
         return name, None if name is None else load_command(name), arguments
 

@@ -58,7 +58,7 @@ class _AskOptions(SearchOptions, ModelOptions, PlaceOptions):
         typer.Option(
             metavar="NAME",
             help="How several packs are answered: exact; select, from those that the question looks at; auto, as "
-            "`kp calibrate` found; or approximately: splice, packet. naive is wrong, for measuring.",
+            "`kp calibrate` found; or approximately: splice, packet.",
         ),
     ] = "exact"
     mismatch: Annotated[

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         AutoComposer,
         Composer,
         ExactComposer,
-        NaiveComposer,
         PacketComposer,
         SelectComposer,
         SpliceComposer,
@@ -72,7 +71,6 @@ __all__ = [
     "MemoryFactStore",
     "Message",
     "ModelFingerprint",
-    "NaiveComposer",
     "PackStore",
     "PackView",
     "PacketComposer",
@@ -108,7 +106,7 @@ __all__ = [
 
 _PLACES = {
     "bundled": "bundled_embedder",
-    "compose": "AutoComposer Composer ExactComposer NaiveComposer PacketComposer SelectComposer SpliceComposer",
+    "compose": "AutoComposer Composer ExactComposer PacketComposer SelectComposer SpliceComposer",
     "plan.engine": "Engine TokenStream",
     "engines.calibration": "Calibration CalibrationQuestion calibrate_composers",
     "engines.hf.loading": "bundled_model",

@@ -50,6 +50,7 @@ __all__ = [
 _GONE: Mapping[str, str] = {
     "co_compile": "`keep='always'` keeps what a request computes behind other packs",
     "compress='int8'": "'lossless' stores KV in fewer bytes, kv='lazy' stores text alone",
+    "composer='naive'": "'splice' moves packs to their positions",
     "deterministic": "an engine computes in one way, bit for bit where it supports 'bitwise'",
     "from_collection": "an adapter delivers what your own retriever finds (docs/vector-stores.md)",
     "order": "packs stand as they are given: give them in the order of an earlier request",

@@ -30,11 +30,11 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu.report import Report
 from kp_core import Generation, PackStore, Session, load_engine
-from kp_core.compose import ExactComposer, NaiveComposer, SpliceComposer
+from kp_core.compose import ExactComposer, SpliceComposer
 from kp_core.engines.hf.replay import PLAIN_PASSES
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
-from tests.kits import ARCHITECTURES, check_composer, tiny_model, tiny_tokenizer
+from tests.kits import ARCHITECTURES, NaiveComposer, check_composer, tiny_model, tiny_tokenizer
 from tests.parity.families import QUICK, model_of
 
 __all__ = ["run"]

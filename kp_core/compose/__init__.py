@@ -9,15 +9,14 @@ from typing import Any
 from kp_core.compose.auto import AutoComposer
 from kp_core.compose.packet import PacketComposer, laid_out
 from kp_core.compose.select import SelectComposer
-from kp_core.compose.splice import NaiveComposer, SpliceComposer
-from kp_core.errors import OptionError
+from kp_core.compose.splice import SpliceComposer
+from kp_core.errors import OptionError, gone
 from kp_core.plan.composer import Composer, ExactComposer, Region, placed
 
 __all__ = [
     "AutoComposer",
     "Composer",
     "ExactComposer",
-    "NaiveComposer",
     "PacketComposer",
     "Region",
     "SelectComposer",
@@ -30,7 +29,6 @@ __all__ = [
 _NAMED: Mapping[str, Callable[..., Composer]] = {
     "auto": AutoComposer,
     "exact": ExactComposer,
-    "naive": lambda: NaiveComposer(),  # noqa: PLW0108 - a key is no parameter: it could be another composer's
     "packet": PacketComposer.load,
     "select": SelectComposer,
     "splice": SpliceComposer,
@@ -61,5 +59,5 @@ def composer_of(name: str) -> Composer:
         raise OptionError(
             f"Got composer={name!r}; expected one of {', '.join(_NAMED)}, with parameters as in "
             "'select:packs=2', 'packet:wrapper=FILE', or a composer of your own with `exact`, `key`, `regions` and "
-            "`fill`."
+            f"`fill`.{gone('composer', method)}"
         ) from error

@@ -1,4 +1,4 @@
-"""Moves packs to their positions in the prompt, or leaves them as they are. The packs do not see each other."""
+"""Moves packs to their positions in the prompt. The packs do not see each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kp_core.packs.pack import KnowledgePack
 from kp_core.plan.composer import Move, Region, placed
 from kp_core.prompt.prompt import Prompt, Span
 
-__all__ = ["NaiveComposer", "SpliceComposer", "movable"]
+__all__ = ["SpliceComposer", "movable"]
 
 
 @dataclass(frozen=True)
@@ -34,28 +34,6 @@ class SpliceComposer:
         """Moves the packs' KV."""
         for kv, by, place in placed(region, packs, room):
             move(kv, by, place)
-        return ()
-
-
-@dataclass(frozen=True)
-class NaiveComposer:
-    """Concatenates KV unchanged: packs do not see each other, and keys keep the positions they were compiled at.
-
-    Fast and wrong. It serves as a baseline for other composers only.
-    """
-
-    key: str = "naive"
-    exact = False
-
-    def regions(self, prompt: Prompt) -> tuple[Span, ...]:
-        """All packs."""
-        return prompt.spans
-
-    def fill(self, region: Region, packs: Sequence[KnowledgePack], room: KVTensors, move: Move) -> Sequence[int]:  # noqa: ARG002
-        """Copies the packs' KV."""
-        for kv, _, place in placed(region, packs, room):
-            for tensor, target in zip((*kv.keys, *kv.values), (*place.keys, *place.values), strict=True):
-                target.copy_(tensor)
         return ()
 
 

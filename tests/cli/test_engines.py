@@ -51,14 +51,14 @@ def test_ask_says_how_many_tokens_are_approximate(kp: Kp, bank: Path) -> None:
     asked = ("ask", "bank", *QUESTION, *TINY, "--kv", "stored")
     code, out, _ = kp(*asked)
     assert (code, "approximate" in out) == (0, False)
-    about = as_json(kp(*asked, "--composer", "naive", "--json"))
+    about = as_json(kp(*asked, "--composer", "splice", "--json"))
     usage, second = about["answers"]["packs"]["usage"], Handle.parse(about["sources"][1]["handle"])
     # The second pack stands behind the first; that one stands where it was compiled.
     assert usage["approximate_tokens"] == len(PackStore(bank / "packs").get(second).token_ids)
-    code, out, _ = kp(*asked, "--composer", "naive")
+    code, out, _ = kp(*asked, "--composer", "splice")
     assert (code, f"({usage['approximate_tokens']} approximate)" in out) == (0, True)
     code, _, err = kp(*asked, "--composer", "mend")
-    assert (code, "expected one of auto, exact, naive, packet, select, splice" in " ".join(err.split())) == (1, True)
+    assert (code, "expected one of auto, exact, packet, select, splice" in " ".join(err.split())) == (1, True)
 
 
 def test_ask_rebuilds_packs_of_another_model_only_when_told(kp: Kp, bank: Path) -> None:

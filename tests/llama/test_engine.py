@@ -26,7 +26,7 @@ from kp_core.errors import (
 from kp_core.packs.handle import Handle
 from kp_llama import context as context_module
 from tests.ggufs import write_recurrent, write_windowed
-from tests.kits import check_engine
+from tests.kits import NaiveComposer, check_engine
 from tests.llama import process as processes
 from tests.llama.conftest import load, process
 from tests.llama.process import QUESTION, TEXTS
@@ -195,7 +195,7 @@ def test_steered_values(llama):
     assert torch.equal(llama.prefill("How are you?", reuse=False).logits.argmax(), plain.argmax())
 
 
-@pytest.mark.parametrize("composer", ["naive", "splice"])
+@pytest.mark.parametrize("composer", [NaiveComposer(), "splice"])
 def test_composers_are_refused_by_name(llama, store, composer):
     handles = [store.put(llama.build_pack(text)) for text in TEXTS[:2]]
     with pytest.raises(UnsupportedRequestError, match="behind all others") as error:

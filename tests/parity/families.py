@@ -250,7 +250,7 @@ float32; of these 128 tiny ones on an AMD EPYC 63 and 16 are, as layers this nar
 layer caches decides what else works:
 
 - **plain**: keys and values of every token, and every token sees all before it. `splice` is refused
-  where keys cannot be moved (*naive*; [several packs](several-packs.md)), all composers but the exact one with ALiBi.
+  where keys cannot be moved (*not splice*), all composers but the exact one with ALiBi.
 - **windows** (sliding or chunked): all tokens are kept, and a long pack costs a layer what its window costs. Only the
   exact composer.
 - **shared KV**: layers that read the KV of others store nothing, and a steering does not count them.
@@ -356,7 +356,7 @@ def page():
     for kind in served():
         found = kinds()[kind]
         steers = "no" if "steer" in found.lacks else "yes"
-        composes = "no" if "compose" in found.lacks else "naive" if kind in STAY else "yes"
+        composes = "no" if "compose" in found.lacks else "not splice" if kind in STAY else "yes"
         batches = "yes" if found.name in ("plain", "windows") and kind not in ONE_BY_ONE else "no"
         groups.setdefault((found.name, composes, steers, batches), []).append(kind)
     for group, named in sorted(groups.items()):

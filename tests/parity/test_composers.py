@@ -10,9 +10,10 @@ from kp_langchain import ChatKnowledgePacks
 from kp_llamaindex import KnowledgePackLLM
 from tests.composers import Firsts
 from tests.conftest import tiny_engine
+from tests.kits import NaiveComposer
 
 TEXTS = ["The first island is green and flat. " * 5, "The second island is blue. " * 5]
-NAMED = ["splice", "naive", Firsts(0.5)]
+NAMED = ["splice", NaiveComposer(), Firsts(0.5)]
 
 
 def usage_of(adapter, store, question, **options):
@@ -39,5 +40,5 @@ def test_a_composer_by_name(adapter, composer, isles):
     question = "\n\n".join((*handles, f"{adapter}?"))
     assert usage_of(adapter, store, question)["approximate_tokens"] == 0
     assert usage_of(adapter, store, question, composer=composer)["approximate_tokens"] > 0
-    with pytest.raises((OptionError, ValueError), match="expected one of auto, exact, naive, packet, select, splice"):
+    with pytest.raises((OptionError, ValueError), match="expected one of auto, exact, packet, select, splice"):
         usage_of(adapter, store, question, composer="mend")

@@ -15,7 +15,7 @@ from kp_core.engines.hf.unloaded import rope_of
 from kp_core.errors import UnsupportedRequestError
 from kp_core.packs.handle import find_handles
 from kp_core.steering import Steering
-from tests.kits import tiny_tokenizer
+from tests.kits import NaiveComposer, tiny_tokenizer
 from tests.parity.families import (
     NOT_RUN,
     ONE_BY_ONE,
@@ -194,7 +194,7 @@ def test_windows_and_shared_layers_are_steered_and_not_moved(kind, tmp_path):
     assert_alike(engine, steered.logits, engine.prefill(ask(f"{one}\nA?"), **options, reuse=False).logits)
     assert not torch.equal(steered.logits, plain.logits)
     assert "compose" not in engine.engine.supports
-    for composer in ("splice", "naive"):
+    for composer in ("splice", NaiveComposer()):
         with pytest.raises(UnsupportedRequestError, match="window"):
             engine.generate(f"{one}\n\n{other}\nA?", view=store.view("m"), composer=composer)
 

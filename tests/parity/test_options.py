@@ -8,7 +8,7 @@ from langchain_core.language_models import BaseChatModel
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from pydantic import ValidationError
 
-from kp_core import NaiveComposer, PackStore
+from kp_core import PackStore
 from kp_core.errors import OptionError, PromptError, SamplingError
 from kp_core.plan.engine import CAPABILITIES
 from kp_core.plan.planner import Planner
@@ -17,7 +17,7 @@ from kp_core.settings import CALL_OPTIONS, MODEL_OPTIONS
 from kp_langchain import ChatKnowledgePacks
 from kp_llamaindex import KnowledgePackLLM
 from tests.conftest import tiny_engine
-from tests.kits import CHATML
+from tests.kits import CHATML, NaiveComposer
 from tests.parity.test_seams import FixedEngine
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"

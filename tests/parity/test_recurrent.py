@@ -14,7 +14,7 @@ from kp_core.engines.hf.kinds import kind_of
 from kp_core.engines.hf.model import CausalModel
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
 from kp_core.steering import Steering
-from tests.kits import tiny_tokenizer
+from tests.kits import NaiveComposer, tiny_tokenizer
 from tests.parity.families import model_of
 from tests.parity.test_models import DTYPES, PAIRS, ask, letters
 
@@ -141,7 +141,7 @@ def test_what_states_do_not_allow_is_refused_with_the_reason(kind, tmp_path):
     packs = [engine.build_pack(f"A {letters(70, at)}.\n", namespace="m") for at in (0, 3)]
     one, other = map(store.put, packs)
     assert {"compose", "steer"}.isdisjoint(engine.engine.supports)
-    for composer in ("splice", "naive", "select:packs=1"):
+    for composer in ("splice", NaiveComposer(), "select:packs=1"):
         with pytest.raises(UnsupportedRequestError, match="recurrent state"):
             engine.generate(f"{one}\n\n{other}\nA?", view=store.view("m"), composer=composer)
     with pytest.raises(UnsupportedRequestError, match="cannot edit packs"):

@@ -6,12 +6,12 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from pydantic import ValidationError
 
-from kp_core import Handle, ModelFingerprint, NaiveComposer, Packs, PackStore, Session, SpliceComposer, TokenStream
+from kp_core import Handle, ModelFingerprint, Packs, PackStore, Session, SpliceComposer, TokenStream
 from kp_core.errors import FingerprintMismatchError, ModelError, OptionError, UnsupportedRequestError
 from kp_langchain import ChatKnowledgePacks
 from kp_llamaindex import KnowledgePackLLM
 from tests.conftest import tiny_engine
-from tests.kits import tiny_tokenizer
+from tests.kits import NaiveComposer, tiny_tokenizer
 
 FACTS = ("The mill of Veyl has four sails.", "The coin of Orrelay is a ninth.")
 ADAPTERS = {"langchain": ChatKnowledgePacks, "llamaindex": KnowledgePackLLM}

@@ -15,6 +15,7 @@ from kp_serve.preparing import steered_steps
 from kp_serve.rights import Rights, salt_of
 from kp_serve.stored import StoredKV, StoredRun
 from tests.conftest import tiny_engine
+from tests.kits import NaiveComposer
 from tests.serve.gate import remote
 from tests.serve.test_serving import KEY, TEXT, Gate, read, served
 
@@ -123,7 +124,7 @@ def test_composers_are_refused_by_name(tmp_path, remote):
     packs = [replace(session.build_pack(text, namespace="a"), fingerprint=remote.fingerprint) for text in (TEXT, OTHER)]
     handles = [store.put(pack) for pack in packs]
     with pytest.raises(UnsupportedRequestError, match="composer='naive"):
-        remote.stream(f"{handles[0]}\n{handles[1]}\nWho?", view=store.view("a"), composer="naive")
+        remote.stream(f"{handles[0]}\n{handles[1]}\nWho?", view=store.view("a"), composer=NaiveComposer())
 
 
 @pytest.fixture

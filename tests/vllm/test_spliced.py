@@ -4,6 +4,7 @@ import pytest
 
 from kp_core import PacketComposer
 from kp_core.errors import ModelError, UnsupportedRequestError
+from tests.kits import NaiveComposer
 
 
 @pytest.mark.parametrize("part", [slice(4), pytest.param(slice(4, 6), marks=pytest.mark.nightly)], ids=["few", "rest"])
@@ -42,7 +43,7 @@ def test_what_a_server_cannot_move_is_refused(both, questions):
     lines = questions[12][1].splitlines()
     content = "\n".join(f"{{{at}}}" for at in range(len(lines)))
     with pytest.raises(UnsupportedRequestError, match="composer='naive"):
-        both.ask(content, lines, composer="naive", max_tokens=2)
+        both.ask(content, lines, composer=NaiveComposer(), max_tokens=2)
     with pytest.raises(ModelError, match="--packets"):
         both.ask(content, lines, composer=PacketComposer.load(), max_tokens=2)
     ids = list(range(40))

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kp_core.compose import Composer, NaiveComposer, PacketComposer
+from kp_core.compose import Composer, PacketComposer
 from kp_core.engines.local.buffer import BufferPool
 from kp_core.engines.local.scheduler import Decoding, Scheduler
 from kp_core.engines.local.tree import Path, PrefixTree
@@ -182,9 +182,7 @@ class Run:
             else:
                 if places:
                     self._among(places)
-                # The tree takes a lone pack that stays as it is without a copy.
-                kv = packs[0].kv if isinstance(composer, NaiveComposer) and len(packs) == 1 and not places else None
-                self._insert(region, kv and self._model.shape.on_device(kv))
+                self._insert(region)
         if not composer.exact:
             self.approximate += sum(map(len, region.spans))
 

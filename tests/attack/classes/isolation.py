@@ -21,7 +21,7 @@ from tests.attack.harness import Case, LostError, WrongError
 from tests.composers import Firsts
 from tests.conftest import tiny_engine
 from tests.core.packs.made import make_pack, same
-from tests.kits import CHATML
+from tests.kits import CHATML, NaiveComposer
 
 SHORT = 6
 
@@ -137,7 +137,10 @@ def attack(folder: Path) -> Iterator[Case]:
         """Ways to ask about a pack of `space`, and what others send who guess so much of its text."""
         first, before = handles[space][0], draw.choice(("", "Of old: ", "Of old.", "Of old:\n"))
         behind, squash_above, is_talk = draw.choice((f"\n\n{first}", "")), draw.choice((0.0, 9.0)), draw.random() < 0.5
-        composer, scope = draw.choice(("exact", "splice", "naive", Firsts(0.5))), draw.choice(("pack", "prompt"))
+        composer, scope = (
+            draw.choice(("exact", "splice", NaiveComposer(), Firsts(0.5))),
+            draw.choice(("pack", "prompt")),
+        )
         options = {"view": store.view(space), "max_tokens": 3, "keep": draw.choice(("used_twice", "always", "never"))}
 
         def in_place(pack: KnowledgePack) -> None:

@@ -15,7 +15,7 @@ from kp_core.plan.plan import Plan, Region
 from kp_core.plan.request import Request
 from tests.composers import Firsts
 from tests.conftest import alike, tiny_engine
-from tests.kits import tiny_model
+from tests.kits import NaiveComposer, tiny_model
 
 TEXTS = ["The first island is green and flat.", "The second island is blue.", "The third one is as red as rust."]
 
@@ -124,7 +124,7 @@ def test_attention_passes_over_tokens_between_packs(isles):
     assert (weights[..., packs] > 0).all()
 
 
-@pytest.mark.parametrize("composer", ["splice", "naive", Firsts(0.4)], ids=str)
+@pytest.mark.parametrize("composer", ["splice", NaiveComposer(), Firsts(0.4)], ids=str)
 def test_one_pass_with_the_question_is_two(composer, isles, monkeypatch):
     """What stands between packs, and then the question: bit for bit what one pass over both gives."""
     engine, request, question = isles

@@ -77,9 +77,7 @@ def test_keys_that_cannot_be_moved(store):
     refused(engine, store, handles, UnsupportedRequestError, "it has no rotary embedding", composer="splice")
 
 
-@pytest.mark.parametrize(
-    "name", ["glue", "blend:r=0.15", "splice:r=0.5", "naive:key=splice", "select:share=1", "select:packs=0", ""]
-)
+@pytest.mark.parametrize("name", ["glue", "blend:r=0.15", "splice:r=0.5", "select:share=1", "select:packs=0", ""])
 def test_a_name_that_is_none(store, name):
     engine = tiny_engine()
     handles = [put(store, engine, text) for text in TEXTS]

@@ -7,7 +7,6 @@ from kp_core import (
     AutoComposer,
     ExactComposer,
     ModelFingerprint,
-    NaiveComposer,
     PacketComposer,
     PackStore,
     SelectComposer,
@@ -18,7 +17,7 @@ from kp_core.compose import Composer, composer_of
 from kp_core.errors import OptionError, PackError
 from tests.composers import Firsts
 from tests.conftest import tiny_engine
-from tests.kits import ARCHITECTURES, check_composer
+from tests.kits import ARCHITECTURES, NaiveComposer, check_composer
 from tests.matrix import models
 
 
@@ -92,7 +91,7 @@ def test_composers(composer, architecture, dtype, isles):
 
 
 def test_what_is_exported_has_a_name():
-    names = {"auto", "exact", "naive", "packet", "select", "splice"}
+    names = {"auto", "exact", "packet", "select", "splice"}
     assert {composer_of(name).key.partition(":")[0] for name in names} == names
     kinds = {type(composer_of(name)) for name in names}
     exported = {getattr(compose, name) for name in compose.__all__ if name.endswith("Composer")}
@@ -129,10 +128,10 @@ def test_a_composer_that_names_tokens_outside_of_its_region_is_named(isles):
 
 def test_what_is_no_composer_is_refused_at_the_call(isles):
     engine, request, _, both = isles()
-    with pytest.raises(
-        OptionError, match="Got composer='exakt'; expected one of auto, exact, naive, packet, select, splice"
-    ):
+    with pytest.raises(OptionError, match="Got composer='exakt'; expected one of auto, exact, packet, select, splice"):
         engine.stream(both, **request, composer="exakt")
+    with pytest.raises(OptionError, match=r"Got composer='naive'. It is gone in 0.3; 'splice' moves packs"):
+        engine.stream(both, **request, composer="naive")
     with pytest.raises(OptionError, match=r"Got composer='select:pack=1'; expected packs=, least= for 'select'\."):
         engine.stream(both, **request, composer="select:pack=1")
     with pytest.raises(OptionError, match="Got composer=7; expected a composer"):

@@ -13,7 +13,7 @@ from kp_core.packs.pack import common_length
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import Packs
 from tests.core.packs.made import FINGERPRINT, Watched, make_pack
-from tests.kits import tiny_model, tiny_tokenizer
+from tests.kits import NaiveComposer, tiny_model, tiny_tokenizer
 
 TEXTS = [
     "The lamp of Veyl burns kelp oil, and its keeper counts ships.",
@@ -286,7 +286,6 @@ def test_a_removed_pack_keeps_nothing_behind_it(stored):
 
 def test_steered_and_composed_prompts_share_nothing_with_plain_ones(stored):
     engine, store, handles = stored
-    from kp_core import NaiveComposer
 
     message = "\n\n".join(handles) + QUESTION
     plain = ask(engine, store, message, keep="always")

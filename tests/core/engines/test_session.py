@@ -22,7 +22,7 @@ from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.template import ChatTemplate
 from tests.conftest import tiny_engine, until
 from tests.core.prompt.test_template import GUARD, SYSTEM_FIRST, TWO_ROLES
-from tests.kits import tiny_model, tiny_tokenizer
+from tests.kits import NaiveComposer, tiny_model, tiny_tokenizer
 
 
 class Parrot:
@@ -251,7 +251,7 @@ def test_composed_regions_are_named_in_the_plan(tmp_path):
     handles = [store.put(engine.build_pack(text, namespace="isles")) for text in ("Green it is.", "Blue it is.")]
     question = f"{handles[0]}\n\n{handles[1]}\n\nWhich?"
     engine.clear_cache()
-    told = engine.explain(question, view=store.view("isles"), composer=kp_core.NaiveComposer())
+    told = engine.explain(question, view=store.view("isles"), composer=NaiveComposer())
     [row] = [row for row in told.rows if row.source == "composed"]
     assert row.method == "naive"
     assert "naive" in str(told)

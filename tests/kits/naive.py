@@ -1,0 +1,31 @@
+"""A wrong composer, as a baseline for others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kp_core.compose import Region, placed
+from kp_core.kv import KVTensors
+from kp_core.packs.pack import KnowledgePack
+from kp_core.plan.composer import Move
+from kp_core.prompt.prompt import Prompt, Span
+
+
+@dataclass(frozen=True)
+class NaiveComposer:
+    """Concatenates KV unchanged: packs do not see each other, and keys keep the positions they were compiled at."""
+
+    key: str = "naive"
+    exact = False
+
+    def regions(self, prompt: Prompt) -> tuple[Span, ...]:
+        """All packs."""
+        return prompt.spans
+
+    def fill(self, region: Region, packs: Sequence[KnowledgePack], room: KVTensors, move: Move) -> Sequence[int]:
+        """Copies the packs' KV."""
+        for kv, _, place in placed(region, packs, room):
+            for tensor, target in zip((*kv.keys, *kv.values), (*place.keys, *place.values), strict=True):
+                target.copy_(tensor)
+        return ()
