@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import io
-import json
 import logging
 import os
 import sys
@@ -18,9 +17,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
-from kp_cli import INTERRUPTED, importing
-from kp_cli.shared import ERRORS, message_of, plain
-from kp_cli.signs import fitted, waiting
+from kp_cli import INTERRUPTED, importing, waiting
+from kp_cli.shared import ERRORS, message_of, plain, print_json, warn
 
 __all__ = ["app", "load_command", "run"]
 
@@ -61,6 +59,7 @@ _GONE = {
     "remove --vacuum": _NO_VACUUM,
     "remove --no-vacuum": _NO_VACUUM,
     "size": "use `kp status PATH... --cost`",
+    "status --watch": "use `watch kp status PATH`",
     "steer calibrate": "use `python -m benchmarks.steering_range FILE` of the repository",
 }
 """Commands and options of earlier releases, and what to use instead."""
@@ -96,11 +95,11 @@ def load_command(name: str) -> Any:  # noqa: ANN401 - a command of Click
     """A command with its options."""
     with importing(), waiting("Loading libraries"):
         command = getattr(importlib.import_module(f"kp_cli.{_COMMANDS[name][0]}"), name)
-    if not isinstance(command, typer.Typer):
-        single_app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-        single_app.command(name)(command)
-        return get_command(single_app)
-    return get_group(command)
+    if isinstance(command, typer.Typer):
+        return get_group(command)
+    single = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+    single.command(name)(command)
+    return get_command(single)
 
 
 app = typer.Typer(
@@ -116,9 +115,9 @@ for _name, (_, _about) in _COMMANDS.items():
     app.command(_name, help=_about)(lambda: None)
 
 
-class _Plain(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return fitted(plain(super().format(record)))
+class _Warnings(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        warn(self.format(record))
 
 
 @app.callback()
@@ -128,8 +127,7 @@ def _top(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, and everything that is logged.")] = False,
 ) -> None:
     """Collections of facts, found by meaning and handed to open-weight models as compiled packs."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
-    logging.getLogger().handlers[0].setFormatter(_Plain())
+    logging.basicConfig(level=logging.WARNING, handlers=[_Warnings()], force=True, format="%(message)s")
     if debug:
         logging.getLogger("kp_core").setLevel(logging.DEBUG)
     else:
@@ -171,13 +169,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except ERRORS as error:
         if "--debug" in argv:
             raise
-        _say(error, as_json="--json" in argv)
+        message = plain(" ".join(message_of(error).splitlines()))
+        if "--json" in argv:
+            print_json({"error": type(error).__name__, "message": message})
+        warn(f"kp: {message}")
         return 1
     return code if isinstance(code, int) else 0
-
-
-def _say(error: Exception, *, as_json: bool) -> None:
-    message = plain(" ".join(message_of(error).splitlines()))
-    if as_json:
-        sys.stdout.write(json.dumps({"error": type(error).__name__, "message": message}) + "\n")
-    sys.stderr.write(fitted(f"kp: {message}") + "\n")

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from kp_cli import waiting
 from kp_cli.shared import (
     JsonFlag,
     ModelOptions,
@@ -29,7 +30,6 @@ from kp_cli.shared import (
     spread,
     tell,
 )
-from kp_cli.signs import waiting
 from kp_core import Generation, Message, PackStore
 from kp_core.banks.delivery import KV, Delivery, Found, Unit
 from kp_core.compose import composer_of

@@ -7,20 +7,19 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
+from kp_cli import waiting
 from kp_cli.knowledge import SourceOptions
 from kp_cli.shared import (
     JsonFlag,
     ModelOptions,
     PlaceOptions,
     TargetPath,
-    console,
     counted,
     is_collection,
     is_store,
@@ -28,7 +27,6 @@ from kp_cli.shared import (
     table_of,
     tell,
 )
-from kp_cli.signs import waiting
 from kp_core import PackStore
 from kp_core.banks import ChromaFactStore
 from kp_core.banks.client import is_url
@@ -38,7 +36,6 @@ from kp_core.banks.store import BANK_SIZE
 from kp_core.errors import FactError, FactStoreLockedError, KnowledgePackError, PackError
 from kp_core.packs.codec import Compression
 from kp_core.packs.file import read_pack
-from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack
 from kp_core.session.session import Session
 
@@ -47,6 +44,7 @@ __all__ = ["status", "verify"]
 _MOST_ROWS = 20
 _HINT = "`kp build COLLECTION FILE...` makes a collection."
 _QUESTION = "What is known about this?"
+_COUNTS = ("packs", "with_kv", "tokens", "bytes")
 
 
 @spread
@@ -60,10 +58,6 @@ def status(  # noqa: PLR0913 - one parameter per option or group of options
         bool, typer.Option("--cost", help="Tokens, disk and minutes that packs of a collection or of files would take.")
     ] = False,
     unit: Annotated[Unit, typer.Option(help="What a pack of --cost holds.")] = "fact",
-    watch: Annotated[
-        float | None,
-        typer.Option("--watch", metavar="SECONDS", min=0.1, help="Look again after this time."),
-    ] = None,
     options: PlaceOptions,
     model: ModelOptions,
     as_json: JsonFlag = False,
@@ -74,38 +68,39 @@ def status(  # noqa: PLR0913 - one parameter per option or group of options
     --cost counts tokens on a sample of 256 packs, and measures bytes and minutes by compiling eight. It stores nothing.
     """
     if cost:
-        _tell_cost(paths, unit, options, model, as_json=as_json)
-        return
-    if len(paths) > 1:
+        report, shown = _cost(paths, unit, options, model)
+    elif len(paths) > 1:
         raise typer.BadParameter(f"Got {len(paths)} paths; expected one, or --cost.")
-    while True:
+    else:
         report, shown = _about(paths[0], options)
-        if watch is not None and not as_json:
-            console().clear()  # Of a terminal alone.
-        tell(report, shown, as_json=as_json)
-        if watch is None:
-            return
-        try:
-            time.sleep(watch)
-        except KeyboardInterrupt:
-            return
+    tell(report, Group(*shown), as_json=as_json)
 
 
-def _about(path: str, options: PlaceOptions) -> tuple[dict[str, Any], RenderableType]:
+def _about(path: str, options: PlaceOptions) -> tuple[dict[str, Any], list[RenderableType]]:
     """What a collection, a store or a pack file holds, as JSON and for people."""
-    if not is_collection(path):
-        if is_store(path):
-            packs = _about_store(path)
-            return packs, _store_table(packs)
-        report = _about_pack(_read_pack(path)) | {"file_bytes": Path(path).stat().st_size}
-        return report, table_of(report)
-    with options.open(path, read_only=True) as facts:
-        report, folder = _about_collection(facts), options.folder(path, facts)
-    if not is_store(folder):
-        note = f"No packs yet. `kp build {path} --compile` or `kp ask` compiles some."
-        return report, Group(table_of(report), note)
-    packs = _about_store(folder)
-    return {**report, "packs": packs}, Group(table_of(report), _store_table(packs))
+    if is_collection(path):
+        with options.open(path, read_only=True) as facts:
+            report, folder = _about_collection(facts), options.folder(path, facts)
+        if not is_store(folder):
+            return report, [table_of(report), f"No packs yet. `kp build {path} --compile` or `kp ask` compiles some."]
+        packs = _about_store(folder)
+        return {**report, "packs": packs}, [table_of(report), *_store_table(packs)]
+    if is_store(path):
+        packs = _about_store(path)
+        return packs, _store_table(packs)
+    pack = _read_pack(path)
+    report = {
+        "text": pack.text,
+        "namespace": pack.namespace,
+        "tokens": len(pack.token_ids),
+        "prefix_tokens": len(pack.prefix),
+        "kv_bytes": pack.nbytes,
+        "compression": pack.compression,
+        "fingerprint": pack.fingerprint.to_dict(),
+        "provenance": dict(pack.provenance),
+        "file_bytes": Path(path).stat().st_size,
+    }
+    return report, [table_of(report)]
 
 
 @spread
@@ -113,9 +108,7 @@ def verify(  # noqa: PLR0913 - one parameter per option or group of options
     path: TargetPath,
     *,
     repair: Annotated[bool, typer.Option("--repair", help="Repair what is wrong.")] = False,
-    template: Annotated[
-        bool, typer.Option("--template/--no-template", help="Check packs against the model's chat template, too.")
-    ] = True,
+    template: Annotated[bool, typer.Option(help="Check packs against the model's chat template, too.")] = True,
     options: PlaceOptions,
     model: ModelOptions,
     as_json: JsonFlag = False,
@@ -139,29 +132,24 @@ def verify(  # noqa: PLR0913 - one parameter per option or group of options
             different = _check_template(session, store, counts)
         faults, left = faults + different, left + different
     report = {"path": path, "wrong": faults, "repaired": repair and bool(faults), "left": left}
-    message = Text()
+    lines = []
     if orphans:
-        message.append(
-            f"Packs that no fact uses any more: {', '.join(orphans)}; `kp remove {path} --unused` removes them.\n"
-        )
-    if counts["checked"]:
-        message.append(f"Packs that were rendered in a prompt, by handle and by text: {counts['checked']}.\n")
-    if counts["other_model"]:
-        message.append(f"Packs of another model, not rendered: {counts['other_model']}; name it with --model.\n")
-    for line in faults:
-        message.append("✗", "red").append(f" {line}\n")
-    message.append(_conclusion(path, len(faults), len(left), repair=repair))
-    tell({**report, "template": counts, "orphans": orphans}, message, as_json=as_json)
+        named = ", ".join(orphans)
+        lines.append(f"Packs that no fact uses any more: {named}; `kp remove {path} --unused` removes them.")
+    if checked := counts["checked"]:
+        lines.append(f"Packs that were rendered in a prompt, by handle and by text: {checked}.")
+    if other := counts["other_model"]:
+        lines.append(f"Packs of another model, not rendered: {other}; name it with --model.")
+    lines += [f"✗ {fault}" for fault in faults]
+    if not faults:
+        lines.append("Nothing is wrong.")
+    elif not repair:
+        lines.append(f"`kp verify {path} --repair` repairs what it can.")
+    else:
+        lines.append(f"Not repaired: {len(left)}." if left else "All of it was repaired.")
+    tell({**report, "template": counts, "orphans": orphans}, "\n".join(lines), as_json=as_json)
     if left:
         raise typer.Exit(3)
-
-
-def _conclusion(path: str, faults: int, left: int, *, repair: bool) -> str:
-    if not faults:
-        return "Nothing is wrong."
-    if not repair:
-        return f"`kp verify {path} --repair` repairs what it can."
-    return f"Not repaired: {left}." if left else "All of it was repaired."
 
 
 def _check(path: str, options: PlaceOptions) -> tuple[list[str], list[str], str]:
@@ -172,8 +160,8 @@ def _check(path: str, options: PlaceOptions) -> tuple[list[str], list[str], str]
             with options.open(path, read_only=True) as facts:
                 packs, faults = options.folder(path, facts), list(facts.verify())
                 with suppress(FactError):  # Raised if banks are not made yet: only they tell which packs are used.
-                    store = PackStore(packs) if is_store(packs) else None
-                    orphans = [str(handle) for handle in Delivery(facts, None, store).orphans()] if store else []
+                    if is_store(packs):
+                        orphans = [str(handle) for handle in Delivery(facts, None, PackStore(packs)).orphans()]
         except FactError as error:
             if is_url(path) or isinstance(error, FactStoreLockedError):
                 raise
@@ -190,7 +178,6 @@ def _check(path: str, options: PlaceOptions) -> tuple[list[str], list[str], str]
 
 def _repair(path: str, options: PlaceOptions, packs: str) -> list[str]:
     """Repair a collection, and make damaged packs lazy, from their text. Returns the faults of those without text."""
-    lost = list[str]()
     if is_collection(path):
         try:
             with options.open(path) as facts:
@@ -198,15 +185,15 @@ def _repair(path: str, options: PlaceOptions, packs: str) -> list[str]:
         except FactStoreLockedError:
             raise
         except FactError:  # Not even readable. The second check reports it again.
-            return lost
-    if not is_store(packs):
-        return lost
-    store = PackStore(packs)
-    for handle, _ in list(store.verify()):
-        try:
-            store.get(handle)
-        except PackError as error:
-            lost.append(f"The pack {handle}: {error}")
+            return []
+    lost = list[str]()
+    if is_store(packs):
+        store = PackStore(packs)
+        for handle, _ in list(store.verify()):
+            try:
+                store.get(handle)
+            except PackError as error:
+                lost.append(f"The pack {handle}: {error}")
     return lost
 
 
@@ -226,7 +213,7 @@ def _check_template(session: Session, store: PackStore, counts: dict[str, int]) 
             continue
         counts["checked"] += 1
         try:
-            reason = _difference(session, store, handle, pack)
+            reason = _difference(session, store, str(handle), pack)
         except KnowledgePackError as error:
             reason = str(error)
         if reason:
@@ -234,8 +221,8 @@ def _check_template(session: Session, store: PackStore, counts: dict[str, int]) 
     return faults
 
 
-def _difference(session: Session, store: PackStore, handle: Handle, pack: KnowledgePack) -> str | None:
-    template, view = session.template, store.view(handle.namespace)
+def _difference(session: Session, store: PackStore, handle: str, pack: KnowledgePack) -> str | None:
+    template, view = session.template, store.view(pack.namespace)
     prompt = template.render(f"{handle}\n\n{_QUESTION}", view=view)
     text_prompt = template.render(f"{pack.text}\n\n{_QUESTION}")
     if prompt.rendered.encode() != text_prompt.rendered.encode():
@@ -288,13 +275,13 @@ def _about_store(path: str) -> dict[str, Any]:
         entries += of_pack
         origin = of_pack[0].provenance
         source = origin.get("source") or origin.get("title") or "(not recorded)"
-        row = sources.setdefault(source, {"packs": 0, "with_kv": 0, "tokens": 0, "bytes": 0, "used": None})
+        row = sources.setdefault(source, {"source": source, **dict.fromkeys(_COUNTS, 0), "used": None})
         row["packs"] += 1
         row["with_kv"] += any(entry.stored_bytes for entry in of_pack)
         row["tokens"] += len(of_pack[0].token_ids)
         row["bytes"] += sum(entry.stored_bytes for entry in of_pack)
         row["used"] = max(row["used"] or 0, used.get(str(handle), 0)) or None
-    rows = sorted(sources.items(), key=lambda item: -(item[1]["used"] or 0))
+    kept = list(store.kept())
     return {
         "store": path,
         "packs": len(store),
@@ -305,42 +292,36 @@ def _about_store(path: str) -> dict[str, Any]:
         "max_bytes": store.max_bytes,
         "compression": dict(Counter(entry.compression for entry in entries if entry.stored_bytes)),
         "fingerprints": dict(Counter(entry.fingerprint.id for entry in entries)),
-        "kept": _about_kept(store),
-        "sources": [{"source": source, **row} for source, row in rows],
+        "kept": {
+            "entries": len(kept),
+            "tokens": sum(len(entry.token_ids) for entry in kept),
+            "bytes": sum(entry.nbytes for entry in kept),
+            "max_bytes": store.keep_bytes,
+        },
+        "sources": sorted(sources.values(), key=lambda row: -(row["used"] or 0)),
     }
 
 
-def _about_kept(store: PackStore) -> dict[str, int]:
-    """The KV that is kept behind packs."""
-    entries = list(store.kept())
-    return {
-        "entries": len(entries),
-        "tokens": sum(len(entry.token_ids) for entry in entries),
-        "bytes": sum(entry.nbytes for entry in entries),
-        "max_bytes": store.keep_bytes,
-    }
-
-
-def _store_table(report: dict[str, Any]) -> Group:
+def _store_table(report: dict[str, Any]) -> list[RenderableType]:
     rows, kept = report["sources"], report["kept"]
     table = Table()
     table.add_column("source", overflow="fold")
     for name in ("packs", "with KV", "tokens", "MB", "used"):
         table.add_column(name, justify="right", no_wrap=True)
+
+    def add(name: str, summed: list[dict[str, Any]], used: str) -> None:
+        *counts, nbytes = (sum(row[count] for row in summed) for count in _COUNTS)
+        table.add_row(name, *(f"{count:,}" for count in counts), f"{nbytes / 1e6:,.1f}", used)
+
     for row in rows[:_MOST_ROWS]:
-        table.add_row(row["source"], *_sums([row]), _ago(row["used"]))
+        add(row["source"], [row], _ago(row["used"]))
     if more := rows[_MOST_ROWS:]:
-        table.add_row(f"{len(more):,} more", *_sums(more), "")
+        add(f"{len(more):,} more", more, "")
     table.add_section()
-    table.add_row("all", *_sums(rows), "")
+    add("all", rows, "")
     kept_line = f"KV behind packs: {kept['bytes'] / 1e6:,.1f} MB kept, of at most {kept['max_bytes'] / 1e6:,.0f}."
     made_for = ", ".join(report["fingerprints"]) or "none"
-    return Group(f"Store: {report['store']}", table, kept_line, f"Compiled for the models: {made_for}.")
-
-
-def _sums(rows: list[dict[str, Any]]) -> list[str]:
-    counts = [f"{sum(row[name] for row in rows):,}" for name in ("packs", "with_kv", "tokens")]
-    return [*counts, f"{sum(row['bytes'] for row in rows) / 1e6:,.1f}"]
+    return [f"Store: {report['store']}", table, kept_line, f"Compiled for the models: {made_for}."]
 
 
 def _ago(moment: float | None) -> str:
@@ -352,26 +333,9 @@ def _ago(moment: float | None) -> str:
     return next((f"{seconds // size:.0f} {name} ago" for name, size in units if seconds >= size), "now")
 
 
-def _about_pack(pack: KnowledgePack) -> dict[str, Any]:
-    return {
-        "text": pack.text,
-        "namespace": pack.namespace,
-        "tokens": len(pack.token_ids),
-        "prefix_tokens": len(pack.prefix),
-        "kv_bytes": pack.nbytes,
-        "compression": pack.compression,
-        "fingerprint": pack.fingerprint.to_dict(),
-        "provenance": dict(pack.provenance),
-    }
-
-
-_STORED: dict[Compression, str] = {
-    "none": "read soonest",
-    "lossless": "no bit changed",
-}
-
-
-def _tell_cost(paths: list[str], unit: Unit, options: PlaceOptions, model: ModelOptions, *, as_json: bool) -> None:
+def _cost(
+    paths: list[str], unit: Unit, options: PlaceOptions, model: ModelOptions
+) -> tuple[dict[str, Any], list[RenderableType]]:
     """Tokens, bytes on disk for each way of storing KV, and minutes to compile, for this model on this machine."""
     if len(paths) == 1 and is_collection(paths[0]):
         with options.open(paths[0], read_only=True) as collection:
@@ -379,20 +343,19 @@ def _tell_cost(paths: list[str], unit: Unit, options: PlaceOptions, model: Model
     else:
         facts, banks = list(SourceOptions().facts([Path(path) for path in paths], [])), BANK_SIZE
     units = [fact.text for fact in estimate_units(facts, unit, banks)]
-    session = model.load()
-    with waiting("Measuring"):
-        costs = {kind: compile_cost(units, session, compress=kind) for kind in _STORED}
-    tokens, text_bytes = costs["none"][0], sum(len(text.encode()) for text in units)
-    table = Table("stored as", "MB on disk", "minutes to compile", "")
-    for kind, (_, nbytes, seconds) in costs.items():
-        table.add_row(kind, f"{nbytes / 1e6:,.1f}", f"{seconds / 60:.1f}", _STORED[kind])
-    table.add_row("lazy", f"{text_bytes / 1e6:,.1f}", "0", "text alone; KV is computed at first use")
-    message = (
-        f"{counted(len(facts), 'fact')}: {counted(len(units), 'pack')} of {tokens:,} tokens, "
-        f"{session.bytes_per_token:,} bytes of KV each; the text has {text_bytes / 1e6:,.2f} MB."
-    )
-    report: dict[str, Any] = {"facts": len(facts), "packs": len(units), "tokens": tokens, "text_bytes": text_bytes}
+    session, table = model.load(), Table("stored as", "MB on disk", "minutes to compile")
+    report: dict[str, Any] = {"facts": len(facts), "packs": len(units), "stored": {}}
+    report["text_bytes"] = sum(len(text.encode()) for text in units)
     report |= {"model": session.name, "bytes_per_token": session.bytes_per_token}
-    names = ("packs", "tokens", "nbytes", "seconds")
-    report |= {"stored": {kind: dict(zip(names, (len(units), *cost), strict=True)) for kind, cost in costs.items()}}
-    tell(report, Group(message, table), as_json=as_json)
+    for kind in get_args(Compression):
+        with waiting("Measuring"):
+            tokens, nbytes, seconds = compile_cost(units, session, compress=kind)
+        report["tokens"] = tokens
+        report["stored"][kind] = {"packs": len(units), "tokens": tokens, "nbytes": nbytes, "seconds": seconds}
+        table.add_row(kind, f"{nbytes / 1e6:,.1f}", f"{seconds / 60:.1f}")
+    table.add_row("lazy: text, KV at first use", f"{report['text_bytes'] / 1e6:,.1f}", "0")
+    message = (
+        f"{counted(len(facts), 'fact')}: {counted(len(units), 'pack')} of {report['tokens']:,} tokens, "
+        f"{session.bytes_per_token:,} bytes of KV each; the text has {report['text_bytes'] / 1e6:,.2f} MB."
+    )
+    return report, [message, table]

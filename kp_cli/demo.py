@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from kp_cli import waiting
 from kp_cli.shared import ModelOptions, console, spread
-from kp_cli.signs import waiting
 
 if TYPE_CHECKING:
     from kp_core import Generation, PackStore, Session

@@ -13,8 +13,8 @@ from typing import Any
 import typer
 from rich.console import Group
 
+from kp_cli import waiting
 from kp_cli.shared import ERRORS, JsonFlag, ModelOptions, spread, table_of, tell
-from kp_cli.signs import waiting
 from kp_core.packs.blobs import FolderBlobs
 from kp_core.packs.store import default_keep_bytes
 

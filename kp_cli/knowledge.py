@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kp_cli import waiting
 from kp_cli.shared import (
     JsonFlag,
     MaybeNamespace,
@@ -31,7 +32,6 @@ from kp_cli.shared import (
     spread,
     tell,
 )
-from kp_cli.signs import fitted, waiting
 from kp_cli.sources import OnError, read_facts
 from kp_cli.sources.texts import STDIN
 from kp_core import edit as editing
@@ -164,7 +164,7 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
             delivery = Delivery(collection, session, folder, unit=unit, kv=kv, compress=compress or "none")
             report["plan"] = _compile(delivery, session, as_json=as_json)
         if not as_json and len(collection):
-            typer.echo(fitted(f'`kp ask {place} "QUESTION"` answers from it.'))
+            tell({}, f'`kp ask {place} "QUESTION"` answers from it.', as_json=False)
     if as_json:
         print_json(report)
 

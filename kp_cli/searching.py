@@ -19,7 +19,6 @@ from kp_cli.shared import (
     sourced,
     spread,
 )
-from kp_cli.signs import fitted
 from kp_core.packs.handle import Handle
 
 __all__ = ["search"]
@@ -64,6 +63,5 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
         out.print(Text.assemble((f"{number}. {hit.score:.3f}", "bold"), title), soft_wrap=True)
         out.print(hit.fact.text)
         parts = [str(handle or "no pack"), hit.bank and f"bank {hit.bank}", sourced(hit.fact), f"id {hit.fact.id}"]
-        origin = fitted(" · ".join(part for part in parts if part), out.width)
-        out.print(f"{origin}\n", style="dim", soft_wrap=True)
+        out.print(" · ".join(part for part in parts if part) + "\n", style="dim")
     out.print(f"Found {len(hits)} of {k}.")

@@ -20,8 +20,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 
-from kp_cli import importing
-from kp_cli.signs import fitted, waiting
+from kp_cli import importing, waiting
 from kp_core.banks import ChromaFactStore, Fact, Filter, Hit, LexicalReranker
 from kp_core.banks.base import content_id
 from kp_core.banks.client import is_fact_store, is_url
@@ -38,6 +37,7 @@ _SIGNS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 _DATABASE = "chroma.sqlite3"
 _OLD = "facts.jsonl"  # Version 0.1 stored facts in this file.
+_REASONS = {FileNotFoundError: "does not exist", IsADirectoryError: "is a folder, not a file"}
 
 ERRORS = (KnowledgePackError, ImportError, OSError, ValueError, RuntimeError, MemoryError)
 """Our own errors, and errors that libraries raise. They are shown in one line unless --debug is given."""
@@ -60,12 +60,7 @@ Where = Annotated[
     typer.Option("--where", metavar="JSON", help="""Only facts that match, e.g. '{"year": {"$gte": 1990}}'."""),
 ]
 MaybeNamespace = Annotated[
-    str | None,
-    typer.Option(
-        "--namespace",
-        help="Only facts of this namespace.",
-        callback=checked_namespace,
-    ),
+    str | None, typer.Option("--namespace", help="Only facts of this namespace.", callback=checked_namespace)
 ]
 
 
@@ -75,17 +70,14 @@ class ModelOptions:
 
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL", help="A folder, a GGUF file, or a name on the hub. Default: the bundled SmolLM2-135M."
-        ),
+        typer.Option(metavar="MODEL", help="Folder, GGUF file or name on the hub. Default: the bundled SmolLM2-135M."),
     ] = None
     engine: Annotated[
         str | None,
         typer.Option(
-            metavar="llama|hf|NAME|URL|MODULE:FUNCTION",
-            help="`llama` (llama.cpp), `hf` (Hugging Face), the name of an engine that another package brings, the "
-            "address of a server of `kp serve` (its key in KP_API_KEY), or a function that takes the model and returns "
-            "an engine. Default: `llama` for a GGUF file, if llama-cpp-python is installed, else `hf`.",
+            metavar="llama|hf|URL|MODULE:FUNCTION",
+            help="`llama` (llama.cpp; default for a GGUF file), `hf` (Hugging Face), the address of a server of "
+            "`kp serve` (its key in KP_API_KEY), or a function that takes the model and returns an engine.",
         ),
     ] = None
     dtype: Annotated[
@@ -101,8 +93,8 @@ class ModelOptions:
             if self.engine is None:
                 if self.model is not None:
                     check_reachable(self.model)
-                library = "kp_llama" if Path(self.model or "").is_file() else "kp_core.engines.hf"
-                importlib.import_module(f"{library}.loading")
+                library = "llama" if Path(self.model or "").is_file() else "hf"
+                importlib.import_module(f"kp_core.engines.{library}.loading")
         settings: dict[str, str] = {} if self.dtype is None else {"dtype": self.dtype}
         if (self.engine or "").startswith(("http://", "https://")) and (key := os.environ.get("KP_API_KEY")):
             settings["api_key"] = key
@@ -124,9 +116,7 @@ class SearchOptions:
 
     where: Where = None
     namespace: MaybeNamespace = None
-    lexical: Annotated[bool, typer.Option("--lexical", help="Also compare words (BM25): names, numbers, codes.")] = (
-        False
-    )
+    lexical: Annotated[bool, typer.Option(help="Also compare words (BM25): names, numbers, codes.")] = False
 
     def keywords(self) -> dict[str, Any]:
         """The options as keywords of `FactStore.search`."""
@@ -140,10 +130,7 @@ class PlaceOptions:
 
     embedder: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Embedding model: a folder, a name on the hub, or `bundled`. Default: the collection's, else bundled.",
-        ),
+        typer.Option(metavar="MODEL", help="Embedding model: a folder, a name on the hub, or `bundled` (default)."),
     ] = None
     packs: Annotated[
         str | None,
@@ -176,27 +163,28 @@ class PlaceOptions:
             collections = [name for name in siblings(path) if is_fact_store(Path(name))]
             shown = path.resolve() if place in (".", "..") else place
             raise FactError(f"There is no collection in {shown}. {did_you_mean(place, collections, hint)}")
-        return ChromaFactStore(place, **self.settings(place), **settings)
+        chosen: dict[str, Any] = {"tenant": self.tenant, "database": self.database}
+        chosen |= {"headers": self._headers(place), "embedder": self._embedder()}
+        given = {name: value for name, value in chosen.items() if value is not None}
+        return ChromaFactStore(place, **given, **settings)
 
-    def settings(self, place: str) -> dict[str, Any]:
-        """The options as settings of `ChromaFactStore`. Raises `FactError` for a header without a colon, or for a
-        folder.
-        """
-        store_settings: dict[str, Any] = {"tenant": self.tenant, "database": self.database}
+    def _headers(self, place: str) -> dict[str, str] | None:
+        """The headers. Raises `FactError` for one without a colon, or for a folder."""
         pairs = [pair.partition(":") for pair in self.header or ()]
-        if malformed := [name for name, colon, _ in pairs if not colon or not name.strip()]:
-            raise FactError(
-                f"Got --header {malformed[0]!r}; expected 'NAME: VALUE', e.g. 'Authorization: Bearer TOKEN'."
-            )
+        for name, colon, _ in pairs:
+            if not colon or not name.strip():
+                raise FactError(f"Got --header {name!r}; expected 'NAME: VALUE', e.g. 'Authorization: Bearer TOKEN'.")
         if pairs and not is_url(place):
             raise FactError(f"Got --header for {place}, which is a folder; headers go to a server.")
-        store_settings["headers"] = {name.strip(): value.strip() for name, _, value in pairs} or None
-        if self.embedder is not None:
-            name = None if self.embedder == "bundled" else self.embedder
-            if name is not None:  # As sentence-transformers completes it.
-                check_reachable(name if "/" in name or Path(name).exists() else f"sentence-transformers/{name}")
-            store_settings["embedder"] = SentenceTransformerEmbedder(name)
-        return {name: value for name, value in store_settings.items() if value is not None}
+        return {name.strip(): value.strip() for name, _, value in pairs} or None
+
+    def _embedder(self) -> SentenceTransformerEmbedder | None:
+        if self.embedder in (None, "bundled"):
+            return None if self.embedder is None else SentenceTransformerEmbedder()
+        # As sentence-transformers completes it.
+        is_whole = "/" in self.embedder or Path(self.embedder).exists()
+        check_reachable(self.embedder if is_whole else f"sentence-transformers/{self.embedder}")
+        return SentenceTransformerEmbedder(self.embedder)
 
     def folder(self, place: str, facts: ChromaFactStore) -> str:
         """The place of the packs of `facts`, opened from `place`. Its default is never in a folder that is not ours."""
@@ -236,16 +224,11 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
 def message_of(error: Exception) -> str:
     """The message of an error. That of a library's error begins with the name of its class."""
-    if isinstance(error, KnowledgePackError):
-        return str(error)
-    if isinstance(error, OSError):
-        if error.filename is not None:
-            reasons = ((FileNotFoundError, "does not exist"), (IsADirectoryError, "is a folder, not a file"))
-            reason = next((reason for kind, reason in reasons if isinstance(error, kind)), f"failed: {error.strerror}")
-            return f"{error.filename} {reason}. Check the path."
-        if error.errno is None and error.args:  # Ours, about a remote place.
-            return str(error)
-    return f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename} {_REASONS.get(type(error), f'failed: {error.strerror}')}. Check the path."
+    # An `OSError` without a number is ours, about a remote place.
+    is_ours = isinstance(error, KnowledgePackError) or (isinstance(error, OSError) and not error.errno and error.args)
+    return str(error) if is_ours else f"{type(error).__name__}: {error}"
 
 
 def plain(text: str) -> str:
@@ -268,6 +251,12 @@ def console() -> Console:
     return terminal if terminal.is_terminal else _Terminal(highlight=False, markup=False, width=80)
 
 
+def warn(text: str) -> None:
+    """Print to standard error, in the width of its terminal; a line stays one in a file or pipe."""
+    terminal = _Terminal(stderr=True, highlight=False, markup=False)
+    terminal.print(text, soft_wrap=not terminal.is_terminal)
+
+
 def print_json(data: Mapping[str, Any]) -> None:
     """Print one JSON object."""
     encoded = json.dumps(data, ensure_ascii=False, indent=2, default=str)
@@ -280,10 +269,7 @@ def tell(data: Mapping[str, Any], readable: RenderableType, *, as_json: bool) ->
     if as_json:
         print_json(data)
     else:
-        out = console()
-        out.print(
-            fitted(readable, out.width) if isinstance(readable, str) else readable, soft_wrap=isinstance(readable, str)
-        )
+        console().print(readable)
 
 
 def table_of(rows: Mapping[str, Any], title: str | None = None) -> Table:
@@ -344,15 +330,9 @@ def is_store(place: str) -> bool:
 
 def about_hit(hit: Hit, text: str, handle: Handle | None) -> dict[str, Any]:
     """A hit as JSON. `text` is what a model reads for it."""
-    return {
-        "id": hit.fact.id,
-        "handle": None if handle is None else str(handle),
-        "title": hit.fact.title,
-        "source": hit.fact.source,
-        "score": hit.score,
-        "bank": hit.bank,
-        "text": text,
-    }
+    fact, name = hit.fact, None if handle is None else str(handle)
+    about = {"id": fact.id, "handle": name, "title": fact.title, "source": fact.source}
+    return {**about, "score": hit.score, "bank": hit.bank, "text": text}
 
 
 def sourced(fact: Fact) -> str:

@@ -50,7 +50,7 @@ def kp(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     # What comes after a second depends on how busy a machine is.
-    monkeypatch.setattr("kp_cli.signs._FIRST_S", 3600)
+    monkeypatch.setattr("kp_cli._FIRST_S", 3600)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def call(*arguments: str) -> tuple[int, str, str]:

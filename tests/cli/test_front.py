@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kp_cli import INTERRUPTED, demo
+from kp_cli import INTERRUPTED, demo, waiting
 from kp_cli.app import _COMMANDS, _GONE, load_command
-from kp_cli.signs import waiting
 from kp_core import PackStore
 from tests.cli.conftest import ENVIRONMENT, Kp, as_json
 from tests.cli.engines import tiny
@@ -136,7 +135,7 @@ def test_the_demo_on_a_narrow_terminal_without_colours_and_signs() -> None:
 )
 def test_an_interrupt_while_libraries_load_is_one_line(bank: Path, library: str) -> None:
     script = (
-        "import sys, kp_cli, kp_cli.signs; kp_cli.signs._FIRST_S = 0; seen = [];"
+        "import sys, kp_cli; kp_cli._FIRST_S = 0; seen = [];"
         f"hook = lambda event, given: event == 'import' and given[0] == {library!r} and not seen "
         "and (seen.append(1), print('up', flush=True));"
         "sys.addaudithook(hook); kp_cli.main()"
@@ -159,8 +158,8 @@ def test_an_interrupt_while_libraries_load_is_one_line(bank: Path, library: str)
 
 
 def test_what_takes_long_is_said_and_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kp_cli.signs._FIRST_S", 0.0)
-    monkeypatch.setattr("kp_cli.signs._EVERY_S", 0.01)
+    monkeypatch.setattr("kp_cli._FIRST_S", 0.0)
+    monkeypatch.setattr("kp_cli._EVERY_S", 0.01)
     with monkeypatch.context() as patch:
         patch.setattr("sys.stderr", io.StringIO())
         err = sys.stderr
@@ -195,7 +194,8 @@ def test_what_a_newcomer_meets_fits_80_columns_and_says_what_to_do_next(
         code, out, _ = kp(*screen)
         assert (code, wide(out)) == (0, []), screen
     # In a pipe an error stays one line.
-    monkeypatch.setattr("kp_cli.signs._is_terminal", lambda: True)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
     for command, next_step in {
         ("build", "docs"): "`kp build NAME docs`",
         ("build", "new"): "give one",
@@ -236,20 +236,6 @@ def test_a_status_says_what_is_compiled_from_where_and_when_it_was_used(kp: Kp, 
     out = kp("status", "bank")[1]
     assert re.search(r"│ \(not recorded\) │ +1 │ +0 │ +\d+ │ +0.0 │ +now │", out)
     assert re.search(r"│ all +│ +5 │ +4 │", out)
-
-
-def test_a_status_is_shown_again_until_it_is_interrupted(kp: Kp, bank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kp("build", "bank", "--compile", *TINY)[0] == 0
-    waits = iter([None, KeyboardInterrupt()])
-
-    def sleep(seconds: float) -> None:
-        assert seconds == 0.5
-        if error := next(waits):
-            raise error
-
-    monkeypatch.setattr("kp_cli.checking.time.sleep", sleep)
-    code, out, _ = kp("status", "bank", "--watch", "0.5")
-    assert (code, out.count("Store: ")) == (0, 2)
 
 
 def test_the_second_question_computes_less(kp: Kp, bank: Path) -> None:

@@ -42,7 +42,7 @@ def fill(client: Any, name: str) -> None:
 
 
 def content(folder: Path) -> dict[str, Any]:
-    client = open_client(folder, migrations="validate")
+    client = open_client(folder)
     found = {each.name: each.get(include=["documents", "metadatas"]) for each in client.list_collections()}
     client.close()
     return found
