@@ -143,7 +143,7 @@ def _top(
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code."""
-    argv = list(sys.argv[1:] if arguments is None else arguments)
+    argv = list(map(str, sys.argv[1:] if arguments is None else arguments))
     if "--debug" in argv:
         # `--debug` counts at any place.
         argv = ["--debug", *(argument for argument in argv if argument != "--debug")]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,18 +29,17 @@ from kp_cli.shared import (
     sourced,
     spread,
     tell,
+    warn,
 )
 from kp_core import Generation, Message, PackStore
 from kp_core.banks.delivery import KV, Delivery, Found, Unit
 from kp_core.compose import composer_of
 from kp_core.engines.calibration import INSTRUCTION
-from kp_core.errors import ContextOverflowError, FactError, SteeringError
+from kp_core.errors import ContextOverflowError, FactError
 from kp_core.plan.request import Mismatch
-from kp_core.steering import load_steering
+from kp_core.steering import SteeringWarning, load_steering
 
 __all__ = ["ask"]
-
-logger = logging.getLogger(__name__)
 
 _NOTHING = "none, as no fact passes the filter"
 
@@ -61,10 +60,7 @@ class _AskOptions(SearchOptions, ModelOptions, PlaceOptions):
             "`kp calibrate` found; or approximately: splice, packet.",
         ),
     ] = "exact"
-    mismatch: Annotated[
-        Mismatch,
-        typer.Option(help="What to do with a pack of another model, or of this one in other numerics."),
-    ] = "error"
+    mismatch: Annotated[Mismatch, typer.Option(help="What to do with a pack of another model or dtype.")] = "error"
     steering: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Answer with a steering that `kp steer make` wrote.")
     ] = None
@@ -76,21 +72,11 @@ class _AskOptions(SearchOptions, ModelOptions, PlaceOptions):
         """These options as options of a request."""
         if self.steering is None and self.alpha is not None:
             raise typer.BadParameter("--alpha goes with --steering.")
-        options = {"composer": composer_of(self.composer), "mismatch": self.mismatch}
-        if self.steering is None:
-            return options | {"steering": None}
-        steering = load_steering(existing(self.steering))
-        if self.dtype not in (None, steering.fingerprint.dtype):  # Before a model is loaded for nothing.
-            raise SteeringError(
-                f"{self.steering} was made in {steering.fingerprint.dtype}; got --dtype {self.dtype}. Leave --dtype "
-                "out, or make it anew with `kp steer make`."
-            )
-        with warnings.catch_warnings(record=True) as told:  # The command line shows no warnings of Python.
-            warnings.simplefilter("always")
-            steering.at_alpha(self.alpha, with_knowledge=True).warn_beyond_cliff()
-        for warning in told:
-            logger.warning("%s", warning.message)
-        return options | {"steering": (steering, self.alpha)}
+        steering = None if self.steering is None else (load_steering(existing(self.steering)), self.alpha)
+        # Of all warnings of Python, the command line shows this one.
+        warnings.simplefilter("default", SteeringWarning)
+        warnings.showwarning = lambda message, *_, **__: warn(str(message))
+        return {"composer": composer_of(self.composer), "mismatch": self.mismatch, "steering": steering}
 
 
 @spread
@@ -175,10 +161,9 @@ class _Asker:
     ) -> None:
         # Check the options before loading a model, which may take minutes.
         self._wanted, self._asked = options.keywords(), {"max_tokens": max_tokens, **options.asked()}
-        # Banks are made on first use, which writes to the collection.
         with waiting("Opening the collection"):
-            read_only = options.unit != "bank"
-            facts = stack.enter_context(options.open(place, read_only=read_only))
+            # Banks are made on first use, which writes to the collection.
+            facts = stack.enter_context(options.open(place, read_only=options.unit != "bank"))
             if not len(facts):
                 facts.search("anything")
             if options.namespace not in (None, *(known := facts.namespaces())):
@@ -187,15 +172,10 @@ class _Asker:
                 )
         self.session, self.found_s = options.load(), 0.0
         self._store, self._namespaces = PackStore(options.folder(place, facts)), {options.namespace or "default"}
-        default: KV = "stored" if "kv" in self.session.engine.supports else "lazy"
-        self._packs = Delivery(
-            facts,
-            self.session,
-            self._store,
-            unit=options.unit,
-            kv="lazy" if lazy else options.kv or default,
-        )
-        if once and self._packs.kv == "stored":
+        kv: KV = options.kv or ("stored" if "kv" in self.session.engine.supports else "lazy")
+        kv = "lazy" if lazy else kv
+        self._packs = Delivery(facts, self.session, self._store, unit=options.unit, kv=kv)
+        if once and kv == "stored":
             # Keep KV for the next process; this one reads nothing twice.
             self._asked["keep"] = "always"
 
@@ -209,12 +189,12 @@ class _Asker:
         return results
 
     def request(
-        self, question: str, results: list[Found], *, as_text: bool = False, before: list[Message] | None = None
+        self, question: str, results: list[Found], *, as_text: bool = False, before: Sequence[Message] = ()
     ) -> dict[str, Any]:
         """Arguments of `Session.stream`: a question with its facts, as packs or as text, behind earlier messages."""
         parts = [result.unit.text if as_text else result.content for result in results]
         content = "\n".join(parts) + f"\n\n{INSTRUCTION}\nQuestion: {question}"
-        messages: list[Message] = [*(before or ()), {"role": "user", "content": content}]
+        messages: list[Message] = [*before, {"role": "user", "content": content}]
         view = self._store.view(*self._namespaces)
         return {"messages": messages, "view": view, "reuse": not as_text, "recognise": not as_text, **self._asked}
 
@@ -233,16 +213,14 @@ class _Asker:
     def answer(self, request: dict[str, Any], *, live: bool) -> Generation:
         """An answer; with `live`, it is printed piece by piece."""
         with closing(self.session.stream(**request)) as stream:
-            if not live:
-                with waiting("Answering"):
-                    return stream.result()
             with waiting("Reading the prompt"):
                 piece = next(stream, "")
-            while piece:
+            while live and piece:
                 sys.stdout.write(plain(piece))
                 sys.stdout.flush()
                 piece = next(stream, "")
-            sys.stdout.write("\n")
+            if live:
+                sys.stdout.write("\n")
             return stream.result()
 
 

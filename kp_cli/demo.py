@@ -26,12 +26,13 @@ _SEARCHES, _FOUND = 8, 120  # Number of the agent's searches, and about how many
 _QUESTION = "What is the name of the highest peak on Thranmoor?"
 _STYLED = "What is the sun?"
 _ALPHAS = {-1.0: "casual", 0.0: "as it is", 1.5: "formal"}
-_NEXT = (
-    ("kp build notes FOLDER", "your own files: PDF, Word, Markdown, HTML, text"),
-    ("kp ask notes QUESTION", "its packs are compiled by the first question that needs them"),
-    ("kp ask notes", "go on asking"),
-    ("kp --help", "all else; README.md has LangChain, LlamaIndex, Python"),
-)
+_NEXT = """
+What to try next
+  kp build notes FOLDER   your own files: PDF, Word, Markdown, HTML, text
+  kp ask notes QUESTION   its packs are compiled by the first question that needs them
+  kp ask notes            go on asking
+  kp --help               all else; README.md has LangChain, LlamaIndex, Python
+"""
 
 
 @spread
@@ -50,10 +51,8 @@ def demo(*, model: ModelOptions) -> None:
         _show_answers(out, session, store, facts)
         _show_agent(out, session, store, facts)
         _show_style(out, session)
-    out.print("\nWhat to try next", style="bold")
-    for command, description in _NEXT:
-        out.print(f"  {command:<24}{description}")
-    out.print(f"\n{time.perf_counter() - began:.0f} s in all; every figure above was counted in this run.", style="dim")
+    out.print(_NEXT)
+    out.print(f"{time.perf_counter() - began:.0f} s in all; every figure above was counted in this run.", style="dim")
 
 
 def _show_answers(out: Console, session: Session, store: PackStore, facts: Sequence[str]) -> None:

@@ -36,8 +36,7 @@ def mcp(
     place: Place,
     *,
     namespace: Annotated[
-        str,
-        typer.Option(help="Search this namespace alone, and remember into it.", callback=checked_namespace),
+        str, typer.Option(help="Search this namespace alone, and remember into it.", callback=checked_namespace)
     ] = "default",
     create: Annotated[bool, typer.Option("--create", help="Make the collection where there is none.")] = False,
     options: PlaceOptions,

@@ -36,14 +36,12 @@ def train(  # noqa: PLR0913 - one parameter per setting
     soft: Annotated[int, typer.Option(help="Soft tokens before each pack, and behind.")] = 8,
     steps: Annotated[int, typer.Option(help="Most steps.")] = 1000,
     batch: Annotated[int, typer.Option(help="Samples of one step.")] = 2,
-    rate: Annotated[float, typer.Option(help="Step size, in units of the spread of the model's embeddings.")] = 0.05,
     documents: Annotated[tuple[int, int], typer.Option(metavar="FROM TO", help="Documents of one sample.")] = (1, 10),
-    tokens: Annotated[
-        tuple[int, int],
-        typer.Option(metavar="FROM TO", help="Their length: shorter ones are left out, longer ones cut."),
-    ] = (128, 1024),
+    tokens: Annotated[tuple[int, int], typer.Option(metavar="FROM TO", help="Their length; longer ones are cut.")] = (
+        128,
+        1024,
+    ),
     every: Annotated[int, typer.Option(help="Steps between two looks at held-out documents.")] = 50,
-    seed: Annotated[int, typer.Option(help="Equal seeds draw equal samples.")] = 0,
     minutes: Annotated[float | None, typer.Option(help="Stop then, with the best so far. Default: no limit.")] = None,
     read: PlaceOptions,
     model: ModelOptions,
@@ -55,19 +53,19 @@ def train(  # noqa: PLR0913 - one parameter per setting
     """
     from kp_core.engines.hf.training import PacketTraining, checkpoint_of, train_wrapper
 
-    settings = PacketTraining(soft, steps, batch, rate, documents, tokens, every=every, seed=seed)
+    settings = PacketTraining(soft, steps, batch, documents=documents, tokens=tokens, every=every)
     command_line = shlex.join(["kp", *(part for part in sys.argv[1:] if part != "--json")])
     wrapper = train_wrapper(
         *(model.load(), _read(place, read), out, settings), minutes=minutes, about=command_line, progress=not as_json
     )
     report = {"file": str(out), "id": wrapper.id, "bytes": out.stat().st_size, **wrapper.training}
-    best, baseline = report["best"], report["without_soft_tokens_kl"]
-    resume_note = f" {checkpoint_of(out)} stays: the same command goes on." if checkpoint_of(out).exists() else ""
     message = (
         f"{out}: {report['steps']} steps in {report['minutes']} minutes. On held-out documents the answers are "
-        f"{best['held_kl']:.4f} nats from full attention (best at step {best['step']}); without soft tokens "
-        f"{baseline:.4f}.{resume_note}"
+        f"{report['best']['held_kl']:.4f} nats from full attention (best at step {report['best']['step']}); without "
+        f"soft tokens {report['without_soft_tokens_kl']:.4f}."
     )
+    if checkpoint_of(out).exists():
+        message += f" {checkpoint_of(out)} stays: the same command goes on."
     tell(report, message, as_json=as_json)
 
 
@@ -78,9 +76,7 @@ def evaluate(  # noqa: PLR0913 - one parameter per option
     *,
     wrapper: Annotated[Path, typer.Option(metavar="FILE", help="Default: that of the bundled model.")] = SHIPPED,
     documents: Annotated[list[int] | None, typer.Option(min=1, help="How many; may be repeated. [5, 10]")] = None,
-    tokens: Annotated[
-        tuple[int, int] | None, typer.Option(metavar="FROM TO", help="Their length. Default: as trained.")
-    ] = None,
+    tokens: Annotated[tuple[int, int] | None, typer.Option(help="Their length. Default: as trained.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Questions for each number of documents.")] = 10,
     read: PlaceOptions,
     model: ModelOptions,

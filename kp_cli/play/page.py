@@ -7,7 +7,7 @@ wrote stands only in elements that show plain text.
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
 from html import escape
 from itertools import chain
@@ -46,12 +46,8 @@ _SOURCES = {
     "computed": ("computed", "#d08a1d"),
 }
 # The model computes one thing at a time, for all visitors.
-_ONE: dict[str, Any] = {
-    "concurrency_limit": 1,
-    "concurrency_id": "model",
-    "api_visibility": "private",
-    "show_progress": "hidden",
-}
+_ONE: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model", "show_progress": "hidden"}
+_ONE["api_visibility"] = "private"
 
 
 def _own_requests(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
@@ -120,8 +116,7 @@ def make_page(world: World) -> gr.Blocks:
 
 def _documents(world: World) -> gr.Dataframe:
     headers = ["Document", "Tokens", "KV"]
-    widths: list[str | int] = ["50%", "25%", "25%"]
-    listing = gr.Dataframe(headers=headers, column_widths=widths, wrap=True, interactive=False, elem_id="kp-documents")
+    listing = gr.Dataframe(headers=headers, wrap=True, interactive=False, elem_id="kp-documents")
     with gr.Accordion("Add your own", open=False):
         text = gr.Textbox(label="Paste text", lines=4, max_lines=8, max_length=400_000)
         label = "Or drop files: text, Markdown, PDF, Word, HTML, CSV, JSON lines"
@@ -191,7 +186,7 @@ def _asking(world: World) -> None:
                 # Only a server knows which KV it has.
                 if way == "packs" and not world.address:
                     yield {plan: _coloured(explanation, generations[way], world.session.tokenizer)}
-            yield {verdict: _verdict(generations)}
+            yield {verdict: _verdict(generations["packs"], generations["text"])}
 
     inputs = [question, k, composer]
     events: list[Any] = [trigger(asking, inputs, outputs, **_ONE) for trigger in (ask_button.click, question.submit)]
@@ -211,17 +206,17 @@ def _cost(generation: Generation) -> str:
     )
 
 
-def _verdict(generations: Mapping[Way, Generation]) -> str:
-    packs, text = generations["packs"], generations["text"]
+def _verdict(packs: Generation, text: Generation) -> str:
     ratio = text.usage.ttft_s / max(packs.usage.ttft_s, 1e-9)
     pace = f"**{ratio:.1f} times** sooner" if ratio >= 1 else f"{1 / ratio:.1f} times later"
-    sentence = f"The first token came {pace} from packs. "
-    if packs.prompt.token_ids != text.prompt.token_ids:
+    if packs.prompt.token_ids == text.prompt.token_ids:
+        comparison = "the same" if packs.text == text.text else "not the same"
+        read = f"Both read the same {len(text.prompt):,} tokens, and the answers are {comparison}."
+    else:
         unread = packs.usage.unread_packs
         documents = "1 document was" if unread == 1 else f"{unread} documents were"
-        return f"{sentence}The prompts differ{f': {documents} not read' if unread else ''}."
-    comparison = "the same" if packs.text == text.text else "not the same"
-    return f"{sentence}Both read the same {len(text.prompt):,} tokens, and the answers are {comparison}."
+        read = f"The prompts differ{f': {documents} not read' if unread else ''}."
+    return f"The first token came {pace} from packs. {read}"
 
 
 def _coloured(plan: Explanation, generation: Generation, tokenizer: Any) -> list[tuple[str, str | None]]:  # noqa: ANN401
@@ -230,11 +225,11 @@ def _coloured(plan: Explanation, generation: Generation, tokenizer: Any) -> list
     for row in plan.rows:
         source, _ = _SOURCES[row.source]
         ids = generation.prompt.token_ids[row.start : row.stop]
+        pieces: list[tuple[str, str | None]]
         pieces = [(tokenizer.decode([token]).replace("\ufffd", "·").replace("\n", "⏎"), source) for token in ids]
         if (hidden := len(pieces) - _FIRST - _LAST) > 10:
-            tokens += [*pieces[:_FIRST], (f" … {hidden:,} more … ", None), *pieces[-_LAST:]]
-        else:
-            tokens += pieces
+            pieces[_FIRST:-_LAST] = [(f" … {hidden:,} more … ", None)]
+        tokens += pieces
     return tokens
 
 

@@ -108,17 +108,15 @@ class World:
         Raises `FactError` for a blank question or without documents, and the errors of `Session.explain`.
         """
         documents = self.search(question, k)
-        contents: dict[Way, list[str]] = {
-            "packs": [str(document.handle) for document in documents],
-            "text": [document.text for document in documents],
-        }
-        requests: dict[Way, dict[str, Any]] = {}
-        for way, parts in contents.items():
+
+        def request(parts: list[str], options: dict[str, Any]) -> dict[str, Any]:
             content = "\n".join(parts) + f"\n\n{_INSTRUCTION}\nQuestion: {question.strip()}"
-            requests[way] = {"messages": [{"role": "user", "content": content}], "max_tokens": 64}
-        requests["text"] |= {"reuse": False}
-        requests["packs"] |= {"view": self._view, "composer": composer, "recognise": False}
-        return requests, self.session.explain(**requests["packs"])
+            return {"messages": [{"role": "user", "content": content}], "max_tokens": 64} | options
+
+        handles = [str(document.handle) for document in documents]
+        packs = request(handles, {"view": self._view, "composer": composer, "recognise": False})
+        text = request([document.text for document in documents], {"reuse": False})
+        return {"packs": packs, "text": text}, self.session.explain(**packs)
 
     def search(self, question: str, k: int) -> list[Document]:
         """The `k` documents with the paragraphs nearest to `question`, best first."""

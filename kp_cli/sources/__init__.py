@@ -1,7 +1,7 @@
-"""Reads facts from files of several formats and from rows, one at a time.
+"""Reads facts from files of several formats, one at a time.
 
 Nothing is dropped silently: a row or file that gives no fact is an error that names file and line, or is reported if
-errors are skipped. Text files are read line by line, PDF page by page, other documents as a whole, and rows one by one.
+errors are skipped. Text files are read line by line, PDF page by page, other documents as a whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kp_cli.sources.texts import STDIN, Draft, read_csv, read_json_lines, read_m
 from kp_core.banks.base import Fact
 from kp_core.errors import KnowledgePackError, SourceError
 
-__all__ = ["FORMATS", "OnError", "read_facts", "read_rows"]
+__all__ = ["FORMATS", "OnError", "read_facts"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,8 @@ def read_facts(  # noqa: PLR0913 - every setting has a default that works
     Raises `SourceError`, naming file and line or page, for anything unreadable; with `on_error="skip"` it is logged,
     passed to `skipped`, and skipped.
     """
+    if on_error not in {"raise", "skip"}:
+        raise SourceError(f"Got on_error={on_error!r}; expected 'raise' or 'skip'.")
     if max_chars < 1:
         raise SourceError(f"Got max_chars={max_chars}; expected at least 1.")
     try:
@@ -69,54 +71,18 @@ def read_facts(  # noqa: PLR0913 - every setting has a default that works
     return _kept(_from_files(paths, max_chars, namespace, encoding), on_error, skipped)
 
 
-def read_rows(  # noqa: PLR0913 - every setting has a default that works
-    rows: Iterable[Mapping[str, object]],
-    *,
-    source: str = "rows",
-    columns: Mapping[str, str] | None = None,
-    on_error: OnError = "raise",
-    skipped: Callable[[SourceError], None] | None = None,
-    namespace: str | None = None,
-) -> Iterator[Fact]:
-    """Yield the facts in any iterable of mappings, with fields as in `.jsonl`; it may be endless.
-
-    `columns` selects and renames fields, e.g. `{"passage": "text", "url": "source"}`; by default all fields keep their
-    names. Rows of a Hugging Face dataset work too. Raises and skips as `read_facts`, naming `source` and the number of
-    the row, from 1.
-    """
-
-    def drafts() -> Iterator[Draft]:
-        for number, row in enumerate(rows, start=1):
-            draft: Mapping[str, object] | SourceError = row
-            if not isinstance(row, Mapping):
-                draft = SourceError(f"got {type(row).__name__}; expected a mapping with `text`")
-            elif missing := set(columns or ()) - row.keys():
-                draft = SourceError(f"got the fields {sorted(row)}; expected {sorted(missing)} too")
-            elif columns:
-                draft = {field: row[column] for column, field in columns.items()}
-            yield f"row {number}", draft
-
-    return _kept(_facts(source, drafts(), namespace), on_error, skipped)
-
-
 def _kept(
     found: Iterator[Fact | SourceError], on_error: OnError, skipped: Callable[[SourceError], None] | None
 ) -> Iterator[Fact]:
-    if on_error not in {"raise", "skip"}:
-        raise SourceError(f"Got on_error={on_error!r}; expected 'raise' or 'skip'.")
-
-    def kept() -> Iterator[Fact]:
-        for fact in found:
-            if isinstance(fact, Fact):
-                yield fact
-                continue
-            if on_error == "raise":
-                raise fact
+    for fact in found:
+        if isinstance(fact, Fact):
+            yield fact
+        elif on_error == "raise":
+            raise fact
+        else:
             logger.warning("Skipped: %s", fact)
             if skipped is not None:
                 skipped(fact)
-
-    return kept()
 
 
 def _from_files(

@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from docx.oxml.ns import nsdecls
 from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject, NumberObject
 
-from kp_cli.sources import read_facts, read_rows
+from kp_cli.sources import read_facts
 from kp_core.banks import Fact
 from kp_core.errors import MissingDependencyError, SourceError
 
@@ -122,7 +122,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="There is no file"):
         list(read_facts(tmp_path / "nothing.txt"))
     with pytest.raises(SourceError, match="on_error='ignore'"):
-        list(read_facts(tmp_path, on_error="ignore"))  # type: ignore[arg-type]
+        read_facts(tmp_path, on_error="ignore")  # type: ignore[arg-type]
 
 
 def test_facts_come_before_the_file_is_read_to_its_end(tmp_path: Path) -> None:
@@ -493,30 +493,6 @@ def test_what_would_take_for_ever_is_named(tmp_path: Path) -> None:
             list(read_facts(path))
     # In a folder they are not looked at.
     assert list(read_facts(tmp_path, on_error="skip")) == []
-
-
-def test_rows_of_any_length() -> None:
-    def endless() -> Iterator[dict[str, object]]:
-        for number in itertools.count():
-            yield {"passage": f"Fact {number}.", "url": f"u{number}", "list": [1]}
-
-    facts = read_rows(endless(), columns={"passage": "text", "url": "source"}, namespace="n")
-    assert list(itertools.islice(facts, 2)) == [
-        Fact("Fact 0.", source="u0", namespace="n"),
-        Fact("Fact 1.", source="u1", namespace="n"),
-    ]
-
-
-def test_rows_that_make_no_fact_are_named_by_number() -> None:
-    rows: Any = [{"text": "a"}, "b", {"body": "c"}, {"text": "d", "far": float("inf")}, {"text": "e", "year": 1}]
-    skipped: list[SourceError] = []
-    facts = list(read_rows(rows, source="table", on_error="skip", skipped=skipped.append))
-    assert facts == [Fact("a", source="table"), Fact("e", source="table", metadata={"year": 1})]
-    assert [str(error).split(":")[0] for error in skipped] == ["table, row 2", "table, row 3", "table, row 4"]
-    with pytest.raises(SourceError, match=r"table, row 2: got str"):
-        list(read_rows(rows, source="table"))
-    with pytest.raises(SourceError, match=r"row 1: got the fields \['text'\]; expected \['body'\] too"):
-        list(read_rows(rows, columns={"body": "text"}))
 
 
 @pytest.mark.parametrize("name", ["a.pdf", "a.html", "a.docx", "a.pptx", "a.xlsx"])

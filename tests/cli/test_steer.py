@@ -120,7 +120,7 @@ def test_ask_speaks_as_a_steering_says(
         assert ("was not calibrated" in " ".join(capfd.readouterr().err.split())) == ("-20" in options)
     assert asked == [None, (steering, None), (steering, -20)]
     assert run([*told, "--steering", "s", "--dtype", "bfloat16"]) == 1
-    assert "s was made in float32; got --dtype bfloat16" in " ".join(capfd.readouterr().err.split())
+    assert "dtype" in capfd.readouterr().err
     assert run([*told, "--alpha", "1"]) == 2
     assert run([*told, "--steering", "facts.jsonl"]) == 1
 

@@ -12,7 +12,6 @@ from typing import Any
 import jsonschema
 
 from benchmarks.grammar import random_schema
-from kp_cli.sources import read_rows
 from kp_core import Fact, Handle, MemoryFactStore, PackStore
 from kp_core.plan.request import OPTIONS
 from tests.attack.harness import Case, WrongError, refused
@@ -116,7 +115,6 @@ def attack(folder: Path) -> Iterator[Case]:
         lambda draw: list(store.handles(text(draw))),
         lambda draw: store.forget(text(draw)),
         lambda draw: Handle(text(draw), text(draw)),
-        lambda draw: list(read_rows([value(draw)], on_error=draw.choice(("raise", "skip")))),
         lambda draw: MemoryFactStore(HashEmbedder(), bank_size=number(draw)).add(facts_of(3)),
     )
 
