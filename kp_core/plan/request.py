@@ -71,30 +71,26 @@ ABOUT: Mapping[str, str] = {
     ),
     "compact": (
         "Tool exchanges that brought only packs shrink to the latest call and one short line for each message of the "
-        "user, so a prompt keeps its length however often an agent searches. A model may answer this prompt otherwise "
-        "than that of text in place."
+        "user. A model may answer this prompt otherwise than that of text in place."
     ),
     "recognise": "Exact texts of packs, in messages of trusted roles, are read from their KV.",
     "composer": "Makes the KV of packs that do not stand where they were compiled.",
     "keep": (
-        "Whether KV computed behind other packs is kept in the store of the view, for the time after a restart: "
-        "`used_twice` (from the second time on, in the background), `always` (before the call returns), or `never`."
+        "Whether KV computed behind other packs is kept in the store of the view: `used_twice` (from the second time "
+        "on, in the background), `always` (before the call returns), or `never`."
     ),
     "keep_in": (
-        "The namespace of this conversation, where KV behind its own words is kept. By default the view's only "
-        "namespace; with several, such KV is not kept."
+        "The namespace of this conversation, where KV behind its own words is kept; by default the view's only one."
     ),
     "mismatch": (
-        "What to do with a pack that another model made, or the same one in other numerics: `error`, or `rebuild` it "
-        "from its text."
+        "A pack of another model, or of the same one in other numerics: `error`, or `rebuild` it from its text."
     ),
     "unresolved": (
-        "What to do with a handle that brings no pack: raise an `error` (for production; not for roles that are not "
-        "trusted), `warn` (log it once, and send it as text), or only send it as `text`."
+        "A handle that brings no pack: raise an `error` (for production; not for roles that are not trusted), `warn` "
+        "(log it once, and send it as text), or send it as `text`."
     ),
     "steering": (
-        "What to add to cached values: a `Steering`, or `(steering, alpha)`; an alpha of `None` is the default, which "
-        "is lower beside packs."
+        "What to add to cached values: a `Steering`, or `(steering, alpha)`; an alpha of `None` is the default."
     ),
     "scope": (
         "What is steered: `pack`, `system`, `prompt` or `last_token`; by default the system message with the "

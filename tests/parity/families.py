@@ -243,24 +243,18 @@ HEAD = """# Models
 Made by `python -m tests.parity.families` from the matrix of `tests/parity/test_models.py`; do not edit.
 
 Each `model_type` below was tested as a tiny random model, with the transformers release in `requirements.lock`. From
-a pack it gives what it gives from the text, and in float32 what `model.generate` gives, token for token: below, at
-and above its window, and in conversations. Where loading finds it `bitwise`, pack and text have the same bits;
-elsewhere reused KV [rounds differently](loading.md#the-same-bits). The bundled model is bitwise in bfloat16 and
-float32; of these 128 tiny ones on an AMD EPYC 63 and 16 are, as layers this narrow round by the size of a pass. What a
-layer caches decides what else works:
+a pack it gives what it gives from the text, and in float32 what `model.generate` gives, token for token. Whether also
+the bits are those of the text is [tested at load](loading.md#the-same-bits). What a layer caches decides what else
+works:
 
-- **plain**: keys and values of every token, and every token sees all before it. `splice` is refused
-  where keys cannot be moved (*not splice*), all composers but the exact one with ALiBi.
-- **windows** (sliding or chunked): all tokens are kept, and a long pack costs a layer what its window costs. Only the
-  exact composer.
-- **shared KV**: layers that read the KV of others store nothing, and a steering does not count them.
+- **plain**: keys and values of every token. [`splice`](several-packs.md) needs movable keys, else *not splice*.
+- **windows** (sliding or chunked): all tokens are kept. Only the exact composer.
+- **shared KV**: layers that read the KV of others store nothing.
 - **latent**: the latent and rotary key of multi-head latent attention. No steering, only the exact composer.
-- **states** (Mamba 2, gated delta rule, short convolutions): states are kept at the end of each pack and message, and
-  a prompt that differs inside a message is computed from its beginning. A state takes the same room
-  (`Usage.state_bytes`) after ten tokens and ten thousand. No steering or overwriting, only the exact composer.
+- **states** (Mamba 2, gated delta rule, short convolutions): states are kept at the end of each pack and message; a
+  prompt that differs inside a message is computed from its beginning. No steering, only the exact composer.
 
-*Batching*: answers at the same time are decoded together; else in turns. It needs an attention that can be replaced:
-not with caps on scores (Gemma 2) or position biases (ALiBi).
+*Batching*: answers at the same time are decoded together; else in turns. It needs an attention that can be replaced.
 
 | cache | composing | steering | batching | `model_type` |
 |---|---|---|---|---|"""

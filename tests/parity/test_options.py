@@ -67,19 +67,15 @@ def page():
         "",
         "Made from `kp_core.plan.request.OPTIONS` by `python -m tests.parity.test_options`; do not edit.",
         "",
-        "Options of `Session.generate` and its kin, `ChatKnowledgePacks` and `KnowledgePackLLM`: *model* ones are",
-        "fields of an adapter's model and options of each call, *call* ones of each call alone, *core* ones of a",
-        "session's methods alone. `None` leaves an option at its default. Unknown names raise `OptionError`, which",
-        "names the near miss.",
-        "",
-        "| option | default | where | meaning |",
-        "|---|---|---|---|",
+        "Each with its default (`None` leaves it there). Unknown names raise `OptionError`, which names the near miss.",
     ]
-    for name, option in OPTIONS.items():
-        default = f"`{option.default!r}`"
-        about = ABOUT[name].replace("|", "\\|")
-        where = "core" if name in OF_THE_CORE else "call" if name in PER_CALL else "model, call"
-        lines.append(f"| `{name}` | {default} | {where} | {about} |")
+    for title, names in (
+        ("Fields of a model, and options of each call", [name for name in OPTIONS if name in MODEL_OPTIONS]),
+        ("Options of a call alone", PER_CALL),
+        ("Options of a session's methods alone", OF_THE_CORE),
+    ):
+        lines += ["", f"## {title}", ""]
+        lines += [f"- `{name}` (`{OPTIONS[name].default!r}`): {ABOUT[name]}" for name in names]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
