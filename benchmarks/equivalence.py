@@ -371,8 +371,8 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, float 
         "turns_reused": sum(row.turns_reused for row in found),
         "sizes": _sizes(arguments, engines, rows),
         "model": engine.name,
-        "bitwise": "bitwise" in engine.engine.supports,
-        "why_not_bitwise": engine.engine.lacks.get("bitwise"),
+        "bitwise": "bitwise" in engine.supports,
+        "why_not_bitwise": engine.lacks.get("bitwise"),
     }, scored(common.exact_match)
 
 

@@ -172,7 +172,7 @@ class _Asker:
                 )
         self.session, self.found_s = options.load(), 0.0
         self._store, self._namespaces = PackStore(options.folder(place, facts)), {options.namespace or "default"}
-        kv: KV = options.kv or ("stored" if "kv" in self.session.engine.supports else "lazy")
+        kv: KV = options.kv or ("stored" if "kv" in self.session.supports else "lazy")
         kv = "lazy" if lazy else kv
         self._packs = Delivery(facts, self.session, self._store, unit=options.unit, kv=kv)
         if once and kv == "stored":

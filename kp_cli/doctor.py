@@ -62,7 +62,7 @@ def _machine() -> dict[str, Any]:
 
 def _measured(model: ModelOptions) -> dict[str, Any]:
     session = model.load()
-    features, lacks = session.engine.supports, session.engine.lacks
+    features, lacks = session.supports, session.lacks
     report: dict[str, Any] = {
         "dtype": session.fingerprint.dtype,
         "positions": session.max_positions,
@@ -82,7 +82,7 @@ def _measured(model: ModelOptions) -> dict[str, Any]:
         pace = len(pack.prefix + pack.token_ids) / (time.perf_counter() - began)
     size = pack.nbytes / len(pack.token_ids)
     report["kv_bytes_per_token"] = round(size)
-    if "cache" in features and session.state_bytes:
+    if session.state_bytes:
         report["state_bytes"] = session.state_bytes
     report["prefill_tokens_per_s"] = round(pace)
     return report | {

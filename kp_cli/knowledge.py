@@ -43,9 +43,9 @@ from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
 from kp_core.packs.store import PackStore
+from kp_core.plan.engine import Compiles
 from kp_core.progress import bar_of
 from kp_core.session.session import Session
-from kp_serve.engine import VLLMEngine
 
 __all__ = ["SourceOptions", "build", "edit", "remove"]
 
@@ -147,7 +147,7 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     facts = itertools.chain(new_facts, source.facts(files or [], skipped))
     # A missing model must fail before hours of embedding.
     session = model.load() if compiled else None
-    if session is not None and isinstance(session.engine, VLLMEngine) and compress is not None:
+    if session is not None and session.compiler and compress is not None:
         raise typer.BadParameter(f"Got --compress {compress}, but `kp serve --compress` decides for a server.")
     with options.open(place, new=not replace, wait=wait, bank_size=bank_size) as collection:
         if replace and fact_id:
@@ -294,7 +294,7 @@ def _ingested(report: Mapping[str, Any]) -> str:
 def _compile(delivery: Delivery, session: Session, *, as_json: bool) -> dict[str, Any]:
     """Print the cost, compile, and return the cost as JSON. An interrupted run continues where it stopped."""
     units, is_lazy, compress = delivery.all_units(), delivery.kv == "lazy", delivery.compress
-    server = session.engine if isinstance(session.engine, VLLMEngine) and not is_lazy else None
+    server = None if is_lazy else session.compiler
     compiled, _ = find_compiled(units, session, delivery.store, lazy=is_lazy)
     missing = [unit.text for unit in units if (unit.namespace, unit.text) not in compiled]
     tokens, nbytes, seconds = compile_cost(missing, session, lazy=is_lazy, compress=compress)
@@ -318,7 +318,7 @@ def _compile(delivery: Delivery, session: Session, *, as_json: bool) -> dict[str
     return plan
 
 
-def _compile_there(server: VLLMEngine, units: Sequence[Fact], unit: Unit) -> None:
+def _compile_there(server: Compiles, units: Sequence[Fact], unit: Unit) -> None:
     """Have a server compile texts, several at a time, so that it can batch them. It answers at once for stored packs.
 
     Refused texts are left out, with a warning. Raises `ModelError` if the server is away or refuses the key.

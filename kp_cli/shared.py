@@ -85,6 +85,11 @@ class ModelOptions:
         typer.Option(help="Default: the best that this machine supports."),
     ] = None
 
+    @property
+    def address(self) -> str:
+        """The address of a server; empty if the model runs here."""
+        return self.engine if self.engine and self.engine.startswith(("http://", "https://")) else ""
+
     def load(self) -> Session:
         """A session on the engine. Raises `ModelError` if there is none."""
         with importing(), waiting("Loading libraries"):
@@ -96,7 +101,7 @@ class ModelOptions:
                 library = "llama" if Path(self.model or "").is_file() else "hf"
                 importlib.import_module(f"kp_core.engines.{library}.loading")
         settings: dict[str, str] = {} if self.dtype is None else {"dtype": self.dtype}
-        if (self.engine or "").startswith(("http://", "https://")) and (key := os.environ.get("KP_API_KEY")):
+        if self.address and (key := os.environ.get("KP_API_KEY")):
             settings["api_key"] = key
         try:
             with waiting("Loading the model"):

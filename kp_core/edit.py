@@ -223,9 +223,9 @@ def _part(pack: KnowledgePack, first: int, last: int, at: int) -> Span:
 
 def _computed(engine: Session, plan: Plan, needed: str = "kv") -> KVTensors:
     """The wanted KV of `plan`; raises `UnsupportedRequestError` for an engine without the capabilities."""
-    if not {"kv", needed} <= engine.engine.supports:
+    if not {"kv", needed} <= engine.supports:
         raise UnsupportedRequestError(f"{engine.name} cannot edit packs. `kp_core.load_engine(model)` can.")
-    [kv] = engine.engine.kv([plan])
+    [kv] = engine.kv([plan])
     return kv
 
 

@@ -22,17 +22,16 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.gpu.report import Report
+from benchmarks.gpu.report import Report, local
 from kp_core import Generation, PackStore, Session, load_engine
 from kp_core.compose import ExactComposer, SpliceComposer
 from kp_core.engines.hf.replay import PLAIN_PASSES
-from kp_core.engines.local.engine import LocalEngine
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
 from tests.kits import ARCHITECTURES, NaiveComposer, check_composer, tiny_model, tiny_tokenizer
 from tests.parity.families import QUICK, model_of
@@ -84,7 +83,7 @@ def _row(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     engine = load_engine(model, tokenizer=tiny_tokenizer(), **options)
     with tempfile.TemporaryDirectory() as folder:
         answers = _Answers(engine, PackStore(folder), folder)
-        found: dict[str, Any] = {"bitwise": "bitwise" in engine.engine.supports}
+        found: dict[str, Any] = {"bitwise": "bitwise" in engine.supports}
         ways: dict[str, Callable[[], str]] = {
             **{name: lambda way=way: answers.compared(*way()) for name, way in answers.ways().items()},
             "generate": lambda: _generated(plain, answers.text()),
@@ -134,7 +133,7 @@ class _Answers:
 
     def _host(self) -> tuple[Generation, Generation]:
         self._pack(self._store)
-        cast("LocalEngine", self._engine.engine).free_memory()
+        local(self._engine).free_memory()
         found = self._pack(self._store)
         if found.usage.computed_tokens:
             raise RuntimeError(f"Got {found.usage}; expected nothing to be computed.")
@@ -152,7 +151,7 @@ class _Answers:
         return found
 
     def _replay(self) -> tuple[Generation, Generation]:
-        if cast("LocalEngine", self._engine.engine).model.replays is None:
+        if local(self._engine).model.replays is None:
             raise UnsupportedRequestError("Its passes are not recorded.")
         view, asked = self._store.view("default"), [f"{_ASKED} {number}" for number in range(PLAIN_PASSES + 2)]
         for text in asked:

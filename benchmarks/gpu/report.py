@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["DeviceLostError", "Report", "synchronise"]
+from kp_core import Session
+from kp_core.engines.local.engine import LocalEngine
+
+__all__ = ["DeviceLostError", "Report", "local", "synchronise"]
 
 
 class DeviceLostError(Exception):
@@ -92,3 +95,10 @@ def synchronise(device: torch.device) -> None:
     """Wait until the device has computed everything."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def local(session: Session) -> LocalEngine:
+    """The engine of a session on this machine."""
+    if not isinstance(session.engine, LocalEngine):
+        raise TypeError(f"Got a session on {type(session.engine).__name__}; expected one on this machine.")
+    return session.engine

@@ -32,16 +32,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from benchmarks.disk import drop_from_page_cache
 from benchmarks.floor import Floor
-from benchmarks.gpu.report import Report, synchronise
+from benchmarks.gpu.report import Report, local, synchronise
 from kp_core import KnowledgePack, PackStore, Session, load_engine
-from kp_core.engines.local.engine import LocalEngine
 from tests.kits import tiny_tokenizer
 
 __all__ = ["LARGE", "SHAPES", "fitting", "run", "seconds_of"]
@@ -200,7 +199,7 @@ class _Shape:
 
     def _ways(self, lazy: KnowledgePack, handle: str) -> dict[str, Callable[[], Any]]:
         """Each way to a first token behind a pack: `lazy` without its KV, and its `handle` in the folder."""
-        engine, view = cast("LocalEngine", self._engine.engine), PackStore(self._folder).view("default")
+        engine, view = local(self._engine), PackStore(self._folder).view("default")
 
         def memory() -> Any:  # noqa: ANN401
             return self._ask(packs=[handle], view=view)
@@ -225,7 +224,7 @@ class _Shape:
 
     def _overwrite(self) -> None:
         """Let idle buffers hold nothing that a request could use, as if others had used them."""
-        for buffer in cast("LocalEngine", self._engine.engine).pool._waiting:  # noqa: SLF001 - no user needs it
+        for buffer in local(self._engine).pool._waiting:  # noqa: SLF001 - no user needs it
             buffer.note([])
 
     def _beside(self, prompts: Sequence[Any]) -> dict[str, float]:
@@ -270,7 +269,7 @@ class _Shape:
         options: dict[str, Any] = {"packs": [handle], "view": view, "max_tokens": _ANSWER}
         bytes_read = sum(weight.nbytes for weight in self._model.parameters()) + behind * self._engine.bytes_per_token
         row: dict[str, Any] = {"shape": self._name, "behind": behind}
-        model = cast("LocalEngine", self._engine.engine).model
+        model = local(self._engine).model
         replays, requests = model.replays, {number: f"User {number} asks." for number in range(_USERS)}
         row["graphs"] = replays is not None
         for name in ("", "plain_"):

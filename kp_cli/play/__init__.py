@@ -45,7 +45,7 @@ def play(
             from kp_cli.play.world import SAMPLE, World
             from kp_core.banks.embed import SentenceTransformerEmbedder
         session = model.load()
-        world = World(session, SentenceTransformerEmbedder(), Path(folder))
+        world = World(session, SentenceTransformerEmbedder(), Path(folder), model.address)
         with bar_of("Compiling", None, "pack") as bar:
             for _ in world.add([path for path in paths if path.is_file()] if files else SAMPLE):
                 bar.update()

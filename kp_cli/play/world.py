@@ -18,7 +18,6 @@ from kp_core.packs.pack import PackKey
 from kp_core.packs.store import PackStore
 from kp_core.session.explain import Explanation
 from kp_core.session.session import Session
-from kp_serve.engine import VLLMEngine
 
 __all__ = ["MOST_CHARACTERS", "SAMPLE", "Document", "Way", "World"]
 
@@ -51,14 +50,14 @@ class World:
     """Documents, their packs in a store under `folder`, and a model that answers from packs or from text.
 
     A document of more than 1,200 tokens, or more than a quarter of the model's positions, becomes several packs. A
-    question finds paragraphs; the packs that hold them are sent.
+    question finds paragraphs; the packs that hold them are sent. `address` is that of the model's server, if it runs on
+    one.
     """
 
-    def __init__(self, session: Session, embedder: Embedder, folder: Path) -> None:
+    def __init__(self, session: Session, embedder: Embedder, folder: Path, address: str = "") -> None:
         self.session, self.store, self.folder = session, PackStore(folder / "packs"), folder
         self.documents: dict[str, Document] = {}
-        # The address of the model's server; empty if it runs here.
-        self.address = session.engine.base_url if isinstance(session.engine, VLLMEngine) else ""
+        self.address = address
         self._view = self.store.view(_NAMESPACE)
         facts = MemoryFactStore(embedder)
         self._delivery = Delivery(facts, session, self.store, unit="document", namespace=_NAMESPACE)

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 Handles: TypeAlias = tuple[str, ...]
 Attention: TypeAlias = Callable[[Plan, int | None], Tensor | None]
-"""As `LocalEngine.attention`."""
+"""As `Attends.attention`."""
 
 _HEADS = 4
 _REMEMBERED = 512

@@ -17,7 +17,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan.plan import Limit, Plan
 from kp_core.tools import Scores
 
-__all__ = ["CAPABILITIES", "MEMBERS", "Engine", "FinishReason", "TokenStream"]
+__all__ = ["CAPABILITIES", "Attends", "Compiles", "Engine", "FinishReason", "HasCache", "TokenStream"]
 
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "cancelled"]
 
@@ -25,7 +25,6 @@ CAPABILITIES = {
     "attention": "attention weights on packs, which `composer='select'` chooses by",
     "batch": "answers that are asked for at the same time, one forward pass for the next token of all",
     "bitwise": "the same bits however a prompt is cut into passes, cached, batched or restarted",
-    "cache": "a prefix tree that can be looked into, cleared and pinned",
     "compose": "KV of packs from composers other than the exact one",
     "grammar": "answers held to a grammar: tools and response schemas",
     "kv": "KV of given tokens: building packs and steerings",
@@ -37,21 +36,6 @@ CAPABILITIES = {
     "steer": "altered values and keys",
 }
 """The names that `Engine.supports` may contain, each with its meaning."""
-
-MEMBERS = {
-    "attention": ("attention",),
-    "cache": (
-        "bytes_per_token",
-        "cached_bytes",
-        "cached_tokens",
-        "clear_cache",
-        "pin",
-        "refresh",
-        "state_bytes",
-        "unpin",
-    ),
-}
-"""What an engine with these capabilities has besides the members of `Engine`; see `LocalEngine`."""
 
 
 class TokenStream:
@@ -120,7 +104,7 @@ def _close_streams() -> None:
 class Engine(Protocol):
     """Runs a model. Nothing else touches the model; a `Session` builds conversations on this interface.
 
-    Some capabilities need further members (`MEMBERS`).
+    What only some engines can do is a Protocol of its own: `Attends`, `HasCache`.
     """
 
     @property
@@ -148,3 +132,60 @@ class Engine(Protocol):
 
     def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:
         """The KV of `plan.wanted` for each plan, in order: per layer `(kv_heads, tokens, head_dim)`."""
+
+
+@runtime_checkable
+class Attends(Protocol):
+    """An engine that tells where tokens attend to; every engine that supports `attention` is one."""
+
+    def attention(self, plan: Plan, layers: int | None = None) -> Tensor | None:
+        """How much the tokens behind the last region of `plan` attend to each token in it.
+
+        The largest weight of a token behind the region on each of its tokens, `(layers, heads, tokens)`, of the first
+        `layers` if given. `None` if a pack has no KV.
+        """
+
+
+@runtime_checkable
+class HasCache(Protocol):
+    """An engine with KV in memory that requests share."""
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of KV in memory that requests may share."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV per token."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of recurrent layers at each end of a pack or a message."""
+
+    def cached_tokens(self, plan: Plan) -> int:
+        """How many tokens of the prompt, from the first on, are in memory now."""
+
+    def pin(self, plan: Plan) -> object:
+        """Keep the prompt of `plan` in memory until `unpin` is called with the returned object."""
+
+    def unpin(self, pinned: object) -> None:
+        """Undo one `pin`."""
+
+    def clear_cache(self) -> None:
+        """Drop all KV that is neither pinned nor in use."""
+
+    def refresh(self) -> None:
+        """Start to use the model as it is now. Raises `BusyError` while KV is pinned or in use."""
+
+
+@runtime_checkable
+class Compiles(Protocol):
+    """An engine on a server that compiles packs in a store of its own."""
+
+    base_url: str
+    """Address of the server."""
+
+    def compile(
+        self, text: str, namespace: str, compiled_for: str = "user", provenance: Mapping[str, str] | None = None
+    ) -> Mapping[str, Any]:
+        """Have the server compile a text and store its pack; returns what the server says of it."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TypeAlias
 
 from kp_core.compose import (
     AutoComposer,
@@ -29,16 +29,13 @@ from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.kept import KeptEntry, KeptKV
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.view import TRUSTED_ROLES, PackRef, PackView, explicit_packs, why_unresolved
-from kp_core.plan.engine import Engine
+from kp_core.plan.engine import Engine, HasCache
 from kp_core.plan.plan import Plan, Region, plan_regions, plan_steered
 from kp_core.plan.request import CompiledFor, Request
 from kp_core.prompt.conversation import Message, Turn, placed, unresolved
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import as_steering
-
-if TYPE_CHECKING:
-    from kp_core.engines.local.engine import LocalEngine
 
 __all__ = ["Learned", "Planner"]
 
@@ -235,11 +232,7 @@ class Planner:
 
     def cached_tokens(self, plan: Plan) -> int:
         """How many tokens of a prompt, from the first on, are in memory."""
-        return (
-            cast("LocalEngine", self._engine).cached_tokens(plan)
-            if "cache" in self._engine.supports and plan.reuse
-            else 0
-        )
+        return self._engine.cached_tokens(plan) if isinstance(self._engine, HasCache) and plan.reuse else 0
 
     def _budget(self, prompt: Prompt, request: Request, tokens: int | None) -> int:
         """How many tokens the answer may take. Raises `ContextOverflowError` if they do not fit after the prompt."""

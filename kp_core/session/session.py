@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -32,11 +32,12 @@ from kp_core.errors import (
     UnsupportedRequestError,
 )
 from kp_core.events import log_event
+from kp_core.kv import KVTensors
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
 from kp_core.pickling import Shared
-from kp_core.plan.engine import CAPABILITIES, Engine, TokenStream
+from kp_core.plan.engine import CAPABILITIES, Attends, Compiles, Engine, HasCache, TokenStream
 from kp_core.plan.plan import Limit, Plan
 from kp_core.plan.planner import Learned, Planner
 from kp_core.plan.request import CompiledFor, Request
@@ -59,9 +60,6 @@ from kp_core.session.reading import (
 from kp_core.steering import Pair, Steering
 from kp_core.threads import make_anew
 from kp_core.tools import Delta
-
-if TYPE_CHECKING:
-    from kp_core.engines.local.engine import LocalEngine
 
 __all__ = ["Session"]
 
@@ -124,9 +122,24 @@ class Session(Shared):
         return self.engine.identity
 
     @property
+    def supports(self) -> frozenset[str]:
+        """See `Engine.supports`."""
+        return self.engine.supports
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        """See `Engine.lacks`."""
+        return self.engine.lacks
+
+    @property
+    def compiler(self) -> Compiles | None:
+        """The server that compiles packs in a store of its own, if the engine is one."""
+        return self.engine if isinstance(self.engine, Compiles) else None
+
+    @property
     def is_lazy(self) -> bool:
         """Whether all packs are built without KV, because a server computes it."""
-        return "lazy" in self.engine.supports and "kv" not in self.engine.supports
+        return "lazy" in self.supports and "kv" not in self.supports
 
     @property
     def max_positions(self) -> int:
@@ -138,7 +151,7 @@ class Session(Shared):
         """The planner for the model as it is now. It holds all that is known of the model, so another needs another."""
         with self._planning:
             if self._last_planner is None or self._last_planner.model != self.fingerprint:
-                calibrations = Calibrations(self.fingerprint.identity, self.engine.supports)
+                calibrations = Calibrations(self.fingerprint.identity, self.supports)
                 build, shipped = partial(self.build_packs, progress=False), calibrations.of(None)
                 heads = shipped.heads if shipped else ()
                 selector = Selector(self.engine, self.template, self._attention, build, heads)
@@ -154,7 +167,7 @@ class Session(Shared):
 
     def _attention(self, plan: Plan, layers: int | None) -> Tensor | None:
         self._need("attention", "composer='select'")
-        return cast("LocalEngine", self.engine).attention(plan, layers)
+        return self.engine.attention(plan, layers) if isinstance(self.engine, Attends) else None
 
     def generate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401 - of `Request`
         """The answer to a conversation (a string is one user message).
@@ -231,9 +244,8 @@ class Session(Shared):
         plan = self._plan(messages, Request.of(options), learn=False)
         tokens, seconds = self._pace
         pace = seconds / tokens if tokens else self._probe()
-        state_bytes = self.state_bytes if "cache" in self.engine.supports else 0
-        is_bitwise = "bitwise" in self.engine.supports
-        return explain(plan, self._planner.cached_tokens(plan), pace, state_bytes, is_bitwise=is_bitwise)
+        is_bitwise = "bitwise" in self.supports
+        return explain(plan, self._planner.cached_tokens(plan), pace, self.state_bytes, is_bitwise=is_bitwise)
 
     def perplexity(self, messages: Sequence[Message] | str, answer: str, **options: Any) -> float:  # noqa: ANN401
         """Perplexity per token of `answer` to a conversation; 1.0 without tokens. Raises as `generate`."""
@@ -309,6 +321,11 @@ class Session(Shared):
         for kv in bar_of("Building packs", len(texts), "pack", kvs, shown=progress):
             yield replace(waiting.popleft(), kv=kv).compressed(compress)
 
+    def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:
+        """The KV of `plan.wanted` for each plan; see `Engine.kv`."""
+        self._need("kv", "KV")
+        return self.engine.kv(plans)
+
     def make_steering(self, pairs: Sequence[Pair], **options: Any) -> Steering:  # noqa: ANN401
         """A steering from the differences in `pairs` of (positive, negative). Options: `contrast.make_steering`."""
         self._need("kv", "making steerings")
@@ -353,7 +370,7 @@ class Session(Shared):
     @property
     def state_bytes(self) -> int:
         """Bytes of recurrent-layer states at each end of a pack or a message; 0 for models without such layers."""
-        return self._cache("state_bytes").state_bytes
+        return self.engine.state_bytes if isinstance(self.engine, HasCache) else 0
 
     def clear_cache(self) -> None:
         """Drop all KV that is neither pinned nor in use."""
@@ -361,18 +378,22 @@ class Session(Shared):
 
     def _need(self, capability: str, what: str, *, needed: bool = True) -> None:
         """Raise `UnsupportedRequestError` for `what`, if it is `needed` and the engine lacks the capability."""
-        if needed and capability not in self.engine.supports:
-            if reason := self.engine.lacks.get(capability):
+        if needed and capability not in self.supports:
+            if reason := self.lacks.get(capability):
                 raise UnsupportedRequestError(f"{self.name} does not offer {what}: {reason}.")
-            raise UnsupportedRequestError(
-                f"{self.name} does not offer {what} ({CAPABILITIES[capability]}). `kp_core.load_engine(model)`, which "
-                "runs the model on this machine, does."
-            )
+            raise self._lacking(f"{what} ({CAPABILITIES[capability]})")
 
-    def _cache(self, what: str) -> LocalEngine:
-        """The engine; raises `UnsupportedRequestError` unless it has the members of the capability `cache`."""
-        self._need("cache", what)
-        return cast("LocalEngine", self.engine)
+    def _cache(self, what: str) -> HasCache:
+        """The engine; raises `UnsupportedRequestError` unless it has a cache."""
+        if not isinstance(self.engine, HasCache):
+            raise self._lacking(what)
+        return self.engine
+
+    def _lacking(self, what: str) -> UnsupportedRequestError:
+        return UnsupportedRequestError(
+            f"{self.name} does not offer {what}. `kp_core.load_engine(model)`, which runs the model on this machine, "
+            "does."
+        )
 
     def _plan(
         self,
@@ -431,7 +452,7 @@ class Session(Shared):
 
     def _compile(self, learned: Learned, request: Request) -> None:
         """Compile recognised packs for their positions, in the background, for the next request."""
-        if request.view is None or "kv" not in self.engine.supports:
+        if request.view is None or "kv" not in self.supports:
             return
         put = request.view.source.put_again  # Its text may be removed before the engine is idle.
 

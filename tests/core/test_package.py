@@ -1,6 +1,7 @@
 import importlib
 import importlib.util
 import pkgutil
+import re
 import subprocess
 import sys
 from itertools import chain
@@ -74,3 +75,25 @@ def test_an_adapter_without_its_framework_says_what_to_install(adapter, framewor
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603
     assert f'pip install "knowledge-packs[{extra}]"' in found.stdout
+
+
+SEAMS = {
+    r"cast\(\s*[\"']?\w*(Engine|Composer|FactStore|Blobs|Session)\b": "",
+    r"getattr\(\s*(self\.)?_?(session|engine|composer|facts|store|blobs)(\.\w+)*, [^,()]+, ": "",
+    r"\b_?(engine|session)\.engine\b": r"kp_core/(session|engines)/|packet/training\.py",
+}
+"""What no source says of what stands behind a seam, with the files that may: a Protocol says what there is."""
+
+
+@pytest.mark.parametrize("pattern", SEAMS)
+def test_what_stands_behind_a_seam_is_asked_by_its_protocol(pattern):
+    sources = [file.relative_to(ROOT) for file in ROOT.glob("kp_*/**/*.py")]
+    assert len(sources) > 100
+    but = SEAMS[pattern]
+    told = [
+        f"{file}: {match[0]}"
+        for file in sources
+        if not (but and re.search(but, file.as_posix()))
+        for match in re.finditer(pattern, (ROOT / file).read_text(encoding="utf-8"))
+    ]
+    assert not told

@@ -57,9 +57,8 @@ def test_facts_are_compiled_found_and_answered_from(server):
 
 def test_a_playground_asks_it(server, tmp_path):
     session = load_engine(engine=server.url, api_key=server.keys["own"])
-    world = World(session, HashEmbedder(), tmp_path)
+    world = World(session, HashEmbedder(), tmp_path, server.url)
     documents = list(world.add(SAMPLE[:1]))
-    assert world.address == server.url
     for _ in range(2):
         requests, _ = world.ask("Who is the harbour master?")
         packs, text = (session.generate(**requests[way]) for way in ("packs", "text"))
