@@ -115,7 +115,6 @@ def test_a_narrow_dark_window_needs_no_sideways_scrolling(visit):
         assert box["x"] >= 0
         assert box["x"] + box["width"] <= 400
     page.get_by_label("Answer from packs").scroll_into_view_if_needed()
-    picture(page, "narrow")
 
 
 def test_several_packs_that_are_composed_are_coloured_as_what_they_are(visit):
