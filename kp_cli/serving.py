@@ -80,8 +80,8 @@ def serve(  # noqa: C901, PLR0913 - one parameter per option, and their checks
     from kp_core.banks.chroma import ChromaFactStore
     from kp_core.engines.hf.loading import bundled_model
     from kp_core.engines.hf.unloaded import rope_of, token_embeddings
-    from kp_serve.desk import VARIABLE
     from kp_serve.rights import KEY_VARIABLE, server_key
+    from kp_serve.state import VARIABLE
 
     model = str(bundled_model()) if model == "bundled" and not Path(model).exists() else model
     # Report errors before a model loads.

@@ -18,18 +18,8 @@ from kp_core.packs.handle import find_handles
 from kp_core.plan.plan import Plan, Region
 from kp_core.steering import Steering, steering_bytes, steering_of
 
-__all__ = [
-    "COMPUTED",
-    "FIRST_PACK",
-    "Moved",
-    "Placed",
-    "asked",
-    "blocks_as_json",
-    "blocks_of",
-    "digest_of",
-    "moved_packs",
-    "steered",
-]
+__all__ = ["COMPUTED", "FIRST_PACK", "Moved", "Placed", "asked", "blocks_as_json", "blocks_of", "digest_of"]
+__all__ += ["moved_packs", "steered"]
 
 COMPUTED = "kp-computed-tokens"
 """Response header: the number of tokens computed before the prompt could be steered or its packs moved."""
@@ -69,16 +59,12 @@ def steered(field: object, token_ids: object, model: ModelFingerprint) -> tuple[
     parts = [(part, part.steering) for block in blocks for part in block.parts if part.steering]
     for _, steering in parts:
         steering.check(model)
-    places = [(block.start, block.stop) for block in blocks]
     is_inside = all(
         _is_ascending([block.start, *(edge for part in block.parts for edge in (part.start, part.stop)), block.stop])
         for block in blocks
     )
-    if not is_inside or not _are_ordered(places, ids, _MOST_BLOCKS):
-        raise PromptError(
-            f"Got steered blocks at {places} of {len(ids)} tokens; expected 1 to {_MOST_BLOCKS} in order, with their "
-            "parts inside, and the last token behind them."
-        )
+    places = [(block.start, block.stop) for block in blocks]
+    _check_places("steered blocks", places, ids, _MOST_BLOCKS, is_inside=is_inside)
     if any(steering.keys and len(part) > 1 for part, steering in parts):
         raise SteeringError("Got key deltas for more than one position; one delta fits one position.")
     return blocks, packs
@@ -90,12 +76,7 @@ def moved_packs(field: object, token_ids: object) -> tuple[Moved, Placed]:
     with _refused():
         spans = tuple((int(start), int(stop), str(handle)) for start, stop, handle in fields["moved"])
         packs = _packs(fields)
-    places = [span[:2] for span in spans]
-    if not _are_ordered(places, ids, _MOST_PACKS):
-        raise PromptError(
-            f"Got moved packs at {places} of {len(ids)} tokens; expected 1 to {_MOST_PACKS} in order, and the last "
-            "token behind them."
-        )
+    _check_places("moved packs", [span[:2] for span in spans], ids, _MOST_PACKS)
     return spans, packs
 
 
@@ -147,10 +128,17 @@ def _packs(fields: Mapping[str, Any]) -> Placed:
     return tuple((str(handle), int(start)) for handle, start in fields.get("packs", ()))
 
 
-def _are_ordered(places: Sequence[tuple[int, int]], ids: Sequence[int], most: int) -> bool:
-    """Whether there are 1 to `most` places, in order and not empty, with a token behind the last."""
+def _check_places(
+    name: str, places: Sequence[tuple[int, int]], ids: Sequence[int], most: int, *, is_inside: bool = True
+) -> None:
+    """Raise `PromptError` unless there are 1 to `most` places, in order and not empty, with a token behind the last."""
     edges = [0, *(edge for place in places for edge in place), len(ids) - 1]
-    return 0 < len(places) <= most and _is_ascending(edges) and all(start < stop for start, stop in places)
+    is_ordered = 0 < len(places) <= most and _is_ascending(edges) and all(start < stop for start, stop in places)
+    if not is_inside or not is_ordered:
+        raise PromptError(
+            f"Got {name} at {places} of {len(ids)} tokens; expected 1 to {most} in order, with their parts inside, "
+            "and the last token behind them."
+        )
 
 
 def _is_ascending(numbers: Sequence[int]) -> bool:

@@ -241,11 +241,7 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         self._wanted.pop(request.request_id, None)
         return False, None
 
-    def request_finished_all_groups(
-        self,
-        request: Any,  # noqa: ANN401
-        block_ids: tuple[list[int], ...],
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:  # noqa: ANN401
         """As `request_finished`; there is only one group."""
         return self.request_finished(request, block_ids[0])
 
@@ -316,11 +312,11 @@ def _check(config: VllmConfig, kv_cache_config: Any, model: ModelFingerprint) ->
         f"its layers keep {len(groups)} kinds of KV": len(groups) != 1,
         "kv_load_failure_policy is not 'fail'": config.kv_transfer_config.kv_load_failure_policy != "fail",
     }
-    faults = [name for name, holds in checks.items() if holds]
-    if faults and len(groups) != 1:
-        raise UnsupportedModelError(f"{config.model_config.model} cannot use packs: {'; '.join(faults)}.")
+    faults = "; ".join(name for name, holds in checks.items() if holds)
+    if len(groups) != 1:
+        raise UnsupportedModelError(f"{config.model_config.model} cannot use packs: {faults}.")
     if faults:
         raise ModelError(
-            f"{config.model_config.model} cannot use packs as it was started: {'; '.join(faults)}. "
+            f"{config.model_config.model} cannot use packs as it was started: {faults}. "
             "Start it with `kp serve`, and let --dtype and the KV cache be the same."
         )

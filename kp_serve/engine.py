@@ -62,16 +62,14 @@ class VLLMEngine:
         self._client = httpx.Client(headers=self._headers, timeout=self._timeout, transport=transport)
 
     @cached_property
-    def _about(self) -> dict[str, Any]:
+    def _about(self) -> Any:  # noqa: ANN401 - JSON
         with self._errors():
             response = self._client.get(f"{self.base_url}/v1/packs/model")
             if response.status_code == 404:
-                raise ModelError(
-                    f"{self.base_url} is a server without packs. Start it with `kp serve MODEL --store …`."
-                )
+                hint = "Start it with `kp serve MODEL --store …`."
+                raise ModelError(f"{self.base_url} is a server without packs. {hint}")
             self._check(response)
-            response_data: dict[str, Any] = response.json()
-            return response_data
+            return response.json()
 
     @property
     def name(self) -> str:
@@ -91,8 +89,7 @@ class VLLMEngine:
         source = self._given or self._about["root"]
         tokenizer = load_tokenizer(source) if isinstance(source, str) else source
         identity = tokenizer_identity(tokenizer, ChatTemplate(tokenizer))
-        differing = [name for name, digest in identity.items() if getattr(self.identity, name) != digest]
-        if differing:
+        if differing := [name for name, digest in identity.items() if getattr(self.identity, name) != digest]:
             raise ModelError(
                 f"The tokenizer of {str(source)[:80]!r} is not that of the model at {self.base_url} "
                 f"({' and '.join(differing)} differ). Pass the tokenizer of {self.name}."
@@ -115,8 +112,7 @@ class VLLMEngine:
         if unsupported := sorted(key for key in composers if key.partition(":")[0] not in _COMPOSERS):
             raise UnsupportedRequestError(
                 f"{self.base_url} does not offer composer={unsupported[0]!r}: a server moves packs "
-                f"({' and '.join(_COMPOSERS)}) or reads exact ones. `kp_core.load_engine(model)`, which runs the model "
-                "on this machine, does."
+                f"({' and '.join(_COMPOSERS)}) or reads exact ones. `kp_core.load_engine(model)` does, on this machine."
             )
         body: dict[str, Any] = {
             "model": self.name,
@@ -150,12 +146,8 @@ class VLLMEngine:
 
         Raises `PackError` for a text that cannot be a pack there, `ModelError` for any other failure.
         """
-        body = {
-            "text": text,
-            "namespace": namespace,
-            "compiled_for": compiled_for,
-            "provenance": dict(provenance or {}),
-        }
+        body: dict[str, Any] = {"text": text, "namespace": namespace, "compiled_for": compiled_for}
+        body["provenance"] = dict(provenance or {})
         with self._errors():
             response = self._client.post(f"{self.base_url}/v1/packs", json=body)
             if response.status_code in (400, 413):

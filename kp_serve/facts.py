@@ -12,7 +12,7 @@ from kp_core.banks.compiling import provenance_of
 from kp_core.banks.delivery import Delivery
 from kp_core.errors import FactError
 from kp_serve.access import Access
-from kp_serve.desk import Desk, refuse_unknown
+from kp_serve.state import ServerState, refuse_unknown
 from kp_serve.wire import HTTPError, Visit
 
 __all__ = ["answer_facts"]
@@ -21,34 +21,33 @@ _FIELDS = ("text", "title", "source", "metadata", "id", "expires")
 _MOST, _AT_ONCE = 1000, 16  # Most facts of one request; most that vLLM compiles at a time.
 
 
-async def answer_facts(desk: Desk, visit: Visit) -> None:
+async def answer_facts(state: ServerState, visit: Visit) -> None:
     """Answer one request below `/v1/facts`. Each fact has a pack of its own; both are added and deleted together."""
-    if desk.facts is None:
-        raise HTTPError(
-            404, "This server has no facts. Start it with `kp serve MODEL --store PLACE --facts COLLECTION`."
-        )
+    if state.facts is None:
+        hint = "Start it with `kp serve MODEL --store PLACE --facts COLLECTION`."
+        raise HTTPError(404, f"This server has no facts. {hint}")
     method, name = visit.scope["method"], visit.scope["path"].removeprefix("/v1/facts").removeprefix("/")
     if (method, name) == ("POST", ""):
-        return await visit.answer(await _add(desk, desk.facts, visit, await visit.read()))
+        return await visit.answer(await _add(state, state.facts, visit, await visit.read()))
     if (method, name) == ("POST", "search"):
-        result = await asyncio.to_thread(_search, desk, desk.facts, visit.access, await visit.read())
-        desk.counts.update(fact_searches=1)
+        result = await asyncio.to_thread(_search, state, state.facts, visit.access, await visit.read())
+        state.counts.update(fact_searches=1)
         return await visit.answer(result)
     if method not in ("GET", "DELETE"):
         raise HTTPError(405, f"/v1/facts has no {method} of {name!r}; it has GET, POST and DELETE, and POST of search.")
     if method == "GET" and name == "":
-        return await visit.answer(await asyncio.to_thread(_listed, desk, desk.facts, visit))
+        return await visit.answer(await asyncio.to_thread(_listed, state, state.facts, visit))
     if method == "DELETE":
         visit.need_write()
-    fact = await asyncio.to_thread(_named, desk.facts, name, visit)
+    fact = await asyncio.to_thread(_named, state.facts, name, visit)
     if method == "GET":
-        return await visit.answer(await asyncio.to_thread(_about, desk, fact))
-    delivery = Delivery(desk.facts, None, desk.store, namespace=fact.namespace)
+        return await visit.answer(await asyncio.to_thread(_about, state, fact))
+    delivery = Delivery(state.facts, None, state.store, namespace=fact.namespace)
     await asyncio.to_thread(delivery.delete, [fact.id])
     return await visit.answer({"id": fact.id, "namespace": fact.namespace, "deleted": True})
 
 
-async def _add(desk: Desk, store: FactStore, visit: Visit, body: dict[str, Any]) -> dict[str, Any]:
+async def _add(state: ServerState, store: FactStore, visit: Visit, body: dict[str, Any]) -> dict[str, Any]:
     refuse_unknown(body, {"facts", "namespace", "compiled_for"})
     records, compiled_for = body.get("facts"), body.get("compiled_for", "user")
     namespace = visit.writable(body.get("namespace"))
@@ -58,12 +57,12 @@ async def _add(desk: Desk, store: FactStore, visit: Visit, body: dict[str, Any])
         refuse_unknown(record, _FIELDS)
     # Check all facts before the first is compiled.
     facts = [Fact(**{"text": ""} | item, namespace=namespace) for item in records]
-    desk.refuse_special([fact.text for fact in facts])
+    state.refuse_special([fact.text for fact in facts])
     turn = asyncio.Semaphore(_AT_ONCE)
 
     async def compiled(fact: Fact) -> None:
         async with turn:
-            await desk.compile(visit, fact.text, namespace, compiled_for, provenance_of(fact, "fact"))
+            await state.compile(visit, fact.text, namespace, compiled_for, provenance_of(fact, "fact"))
 
     # Compile first: a fact that cannot be compiled must not be stored, as searches would find it.
     units = {fact.text: fact for fact in facts}
@@ -72,7 +71,7 @@ async def _add(desk: Desk, store: FactStore, visit: Visit, body: dict[str, Any])
         if error is not None:
             raise error
     report = await asyncio.to_thread(store.add, facts)
-    desk.counts.update(facts_added=report.added)
+    state.counts.update(facts_added=report.added)
 
     def stored() -> list[dict[str, Any]]:
         where = {"kp:digest": {"$in": [fact.digest for fact in facts]}}
@@ -80,13 +79,13 @@ async def _add(desk: Desk, store: FactStore, visit: Visit, body: dict[str, Any])
         known_by = {(fact.source, fact.text): fact for fact in known}
         ids = {fact.id: fact for fact in known}
         found = (ids.get(fact.id) or known_by.get((fact.source, fact.text)) for fact in facts)
-        return [_about(desk, fact) for fact in {fact.id: fact for fact in found if fact is not None}.values()]
+        return [_about(state, fact) for fact in {fact.id: fact for fact in found if fact is not None}.values()]
 
     counts = {"added": report.added, "duplicates": report.duplicates, "superseded": report.superseded}
     return {"object": "list", "data": await asyncio.to_thread(stored), **counts}
 
 
-def _search(desk: Desk, store: FactStore, access: Access, body: dict[str, Any]) -> dict[str, Any]:
+def _search(state: ServerState, store: FactStore, access: Access, body: dict[str, Any]) -> dict[str, Any]:
     refuse_unknown(body, {"question", "k", "namespace", "where"})
     question, k, filters = body.get("question"), body.get("k", 4), body.get("where")
     requested = body.get("namespace", list(access.namespaces))
@@ -98,25 +97,24 @@ def _search(desk: Desk, store: FactStore, access: Access, body: dict[str, Any]) 
     hits = list[Hit]()
     for name in set(names) & set(store.namespaces()):
         try:
-            delivery = Delivery(store, None, desk.store, namespace=name)
+            delivery = Delivery(store, None, state.store, namespace=name)
             hits += [found.hit for found in delivery.search(question, k, where=filters)]
         except FactError:
             if store.namespaces():  # Otherwise the last facts were deleted meanwhile.
                 raise
     best = sorted(hits, key=lambda hit: (-hit.score, hit.fact.namespace, hit.fact.id))[:k]
-    return {"object": "list", "data": [{**_about(desk, hit.fact), "score": hit.score} for hit in best]}
+    return {"object": "list", "data": [{**_about(state, hit.fact), "score": hit.score} for hit in best]}
 
 
-def _listed(desk: Desk, store: FactStore, visit: Visit) -> dict[str, Any]:
+def _listed(state: ServerState, store: FactStore, visit: Visit) -> dict[str, Any]:
     limit, after = visit.query.get("limit", ["100"])[-1], visit.query.get("after", [""])[-1]
     if not limit.isdecimal() or not 1 <= int(limit[:9]) <= _MOST:
         raise HTTPError(400, f"Got limit={limit!r}; expected a number from 1 to {_MOST}.")
     facts: Iterator[Fact] = chain.from_iterable(store.facts(namespace=name) for name in visit.namespaces)
     if after:
         facts = islice(dropwhile(lambda fact: fact.id != after, facts), 1, None)
-    page = list(islice(facts, int(limit) + 1))
-    data = [_about(desk, fact) for fact in page[: int(limit)]]
-    return {"object": "list", "data": data, "has_more": len(page) > int(limit)}
+    data = [_about(state, fact) for fact in islice(facts, int(limit))]
+    return {"object": "list", "data": data, "has_more": next(facts, None) is not None}
 
 
 def _named(store: FactStore, name: str, visit: Visit) -> Fact:
@@ -127,8 +125,8 @@ def _named(store: FactStore, name: str, visit: Visit) -> Fact:
     raise HTTPError(404, f"There is no fact {name!r}.")
 
 
-def _about(desk: Desk, fact: Fact) -> dict[str, Any]:
-    handle = desk.store.handle(fact.text, fact.namespace)
+def _about(state: ServerState, fact: Fact) -> dict[str, Any]:
+    handle = state.store.handle(fact.text, fact.namespace)
     record = {name: getattr(fact, name) for name in (*_FIELDS, "namespace", "version")}
     record["metadata"] = dict(fact.metadata)
-    return {**record, "handle": str(handle) if handle in desk.store else None}
+    return {**record, "handle": str(handle) if handle in state.store else None}

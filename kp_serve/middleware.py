@@ -16,10 +16,10 @@ from kp_core.prompt.conversation import text_of
 from kp_serve.access import Access
 from kp_serve.answers import Answer
 from kp_serve.asked import FIRST_PACK
-from kp_serve.desk import Desk, refuse_unknown
 from kp_serve.facts import answer_facts
 from kp_serve.preparing import prepared
 from kp_serve.rights import Rights, salt_of
+from kp_serve.state import ServerState, refuse_unknown
 from kp_serve.wire import App, HTTPError, Receive, Scope, Send, Visit, replay, send_json
 
 __all__ = ["PackMiddleware", "until_end"]
@@ -27,20 +27,18 @@ __all__ = ["PackMiddleware", "until_end"]
 logger = logging.getLogger(__name__)
 
 _GET = {"/v1/models", "/metrics", "/version"}
-_BOTH = {
-    *("model", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty", "response_format"),
-    *("seed", "stop", "stream", "stream_options", "temperature", "top_p", "user", "top_k", "min_p", "stop_token_ids"),
-    *("repetition_penalty", "ignore_eos", "min_tokens", "skip_special_tokens", "structured_outputs", "metadata"),
-    *("return_token_ids", "store", "service_tier"),
-}
+_BOTH = (
+    "model frequency_penalty logit_bias logprobs max_tokens n presence_penalty response_format seed stop stream "
+    "stream_options temperature top_p user top_k min_p stop_token_ids repetition_penalty ignore_eos min_tokens "
+    "skip_special_tokens structured_outputs metadata return_token_ids store service_tier"
+)
+_CHAT = (
+    "messages top_logprobs max_completion_tokens tools tool_choice parallel_tool_calls reasoning_effort "
+    "include_reasoning chat_template_kwargs add_generation_prompt continue_final_message functions function_call"
+)
 _FIELDS = {
-    "/v1/completions": {*_BOTH, "prompt", "suffix", "best_of", "kp"},
-    "/v1/chat/completions": {
-        *_BOTH,
-        *("messages", "top_logprobs", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls"),
-        *("reasoning_effort", "include_reasoning", "chat_template_kwargs", "add_generation_prompt"),
-        *("continue_final_message", "functions", "function_call"),
-    },
+    "/v1/completions": {*_BOTH.split(), "prompt", "suffix", "best_of", "kp"},
+    "/v1/chat/completions": {*_BOTH.split(), *_CHAT.split()},
 }
 _LOOK_SECONDS = 0.5
 _DROPPED = {"cache_salt", "kv_transfer_params"}
@@ -70,7 +68,7 @@ class PackMiddleware:
     """
 
     def __init__(self, app: App) -> None:
-        self.app, self.desk = app, Desk.of_environment()
+        self.app, self.state = app, ServerState.of_environment()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -91,23 +89,23 @@ class PackMiddleware:
             if started:
                 raise
             refusal = _refusal(error)
-            self.desk.counts.update(requests_refused=1)
+            self.state.counts.update(requests_refused=1)
             await send_json(send, refusal.status, refusal.body)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
         if (method, path) == ("GET", "/health"):
             return await self.app(scope, receive, send)
-        access = self.desk.access(_key_of(scope))
+        access = self.state.access(_key_of(scope))
         if access is None:
             raise HTTPError(401, "The API key is missing or not one of this server. Send 'Authorization: Bearer KEY'.")
         visit = Visit(self.app, scope, receive, send, access)
         if f"{path}/".startswith("/v1/packs/"):
-            return await self.desk.answer(visit)
+            return await self.state.answer(visit)
         if f"{path}/".startswith("/v1/facts/"):
-            return await answer_facts(self.desk, visit)
+            return await answer_facts(self.state, visit)
         if (method, path) == ("GET", "/metrics"):
-            return await self.desk.answer_metrics(visit)
+            return await self.state.answer_metrics(visit)
         if method == "GET" and path in _GET:
             return await self.app(scope, receive, send)
         if method != "POST" or path not in _FIELDS:
@@ -117,18 +115,18 @@ class PackMiddleware:
         if path == "/v1/chat/completions":
             # In another thread: the store may be remote, and all requests share the event loop.
             body["messages"], refs, left = await asyncio.to_thread(self._resolved, body.get("messages"), access)
-            self.desk.counts.update(handles_left=len(left))
+            self.state.counts.update(handles_left=len(left))
             self._refuse_unresolved(left, access)
-            self.desk.refuse_special([body["messages"], body.get("tools"), body.get("functions")])
-            tokens = sum(map(self.desk.tokens_of, (ref.pack for ref in refs)))
-            self.desk.note_used(" ".join(ref.handle for ref in refs), access.namespaces)
-            self.desk.counts.update(packs_delivered=len(refs), pack_tokens=tokens)
+            self.state.refuse_special([body["messages"], body.get("tools"), body.get("functions")])
+            tokens = sum(map(self.state.tokens_of, (ref.pack for ref in refs)))
+            self.state.note_used(" ".join(ref.handle for ref in refs), access.namespaces)
+            self.state.counts.update(packs_delivered=len(refs), pack_tokens=tokens)
             delivered = {"pack_tokens": tokens, "unresolved": len(left)}
-        self.desk.note_used(_header(scope, FIRST_PACK), access.namespaces)
+        self.state.note_used(_header(scope, FIRST_PACK), access.namespaces)
         rights = self._rights(body, access)
         if "kp" in body:
-            rights, computed = await prepared(self.desk, visit, body)
-        body |= {"cache_salt": rights.salt, "kv_transfer_params": rights.sign(self.desk.key)}
+            rights, computed = await prepared(self.state, visit, body)
+        body |= {"cache_salt": rights.salt, "kv_transfer_params": rights.sign(self.state.key)}
         headers, replayed = replay(body, receive)
         kept_headers = [pair for pair in scope["headers"] if pair[0].lower() not in _OF_THE_BODY]
         inner = {**scope, "headers": [*kept_headers, *headers], "query_string": b""}
@@ -137,17 +135,17 @@ class PackMiddleware:
     def _rights(self, body: dict[str, Any], access: Access) -> Rights:
         """The rights of the key; none for a request with `reuse: false`, which must find no KV."""
         if body.get("kp") != {"reuse": False}:
-            return Rights(access.namespaces, salt_of(access.namespaces, self.desk.key), save=access.write)
+            return Rights(access.namespaces, salt_of(access.namespaces, self.state.key), save=access.write)
         del body["kp"]
         # A random salt, so that vLLM's own prefix cache has nothing for it either.
         return Rights((), secrets.token_hex(16))
 
     def _refuse_unresolved(self, left: Collection[tuple[str, str]], access: Access) -> None:
         """Log handles that bring no pack, each with its role. Unless they may be text, raise `HTTPError` for one."""
-        view = PackView(self.desk.store, access.namespaces, access.trusted_roles)
+        view = PackView(self.state.store, access.namespaces, access.trusted_roles)
         for name, role in left:
             logger.warning("Handle %s does not resolve: %s.", name, why_unresolved(name, view, role))
-        for name, role in left if self.desk.unresolved == "error" else ():
+        for name, role in left if self.state.unresolved == "error" else ():
             if role in access.trusted_roles:  # The same error for packs of others and packs that do not exist.
                 raise HTTPError(404, f"There is no pack {name!r}. Nothing was answered without its knowledge.")
 
@@ -158,7 +156,7 @@ class PackMiddleware:
         if not isinstance(messages, list) or not all(isinstance(entry, dict) for entry in messages):
             raise HTTPError(400, "Got no list of messages; expected 'messages': [{'role': …, 'content': …}].")
         # The texts of packs need not be recognised here: the connector finds packs by their tokens.
-        view = PackView(self.desk.store, access.namespaces, access.trusted_roles, recognise=False)
+        view = PackView(self.state.store, access.namespaces, access.trusted_roles, recognise=False)
         delivered, left = list[PackRef](), dict[tuple[str, str], None]()
 
         def resolve(text: str, role: str) -> str:
@@ -170,18 +168,18 @@ class PackMiddleware:
 
         resolved = []
         for message in messages:
-            role, content = str(message.get("role")), message.get("content")
-            role = _ROLES.get(role, role)
-            if content is not None:
-                content = resolve(text_of({"role": role, "content": content}), role)
-            resolved.append({**message, "content": content} if "content" in message else message)
+            role = _ROLES.get(str(message.get("role")), str(message.get("role")))
+            if (content := message.get("content")) is not None:
+                text = resolve(text_of({"role": role, "content": content}), role)
+                message = {**message, "content": text}  # noqa: PLW2901
+            resolved.append(message)
         return resolved, delivered, left
 
 
 async def until_end(scope: Scope, answer: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - what it returns
-    """Wait for an answer, unless the server ends: vLLM then stops its engine, and requests would wait for it for ever.
+    """Wait for an answer. Raises `HTTPError` 503 at the server's end, as requests would wait for its engine for ever.
 
-    Raises `HTTPError` 503 at the server's end. An answer that has begun is cut off, which clients see.
+    An answer that has begun is cut off, which clients see.
     """
     task = asyncio.ensure_future(answer)
     server = getattr(getattr(scope.get("app"), "state", None), "server", None)
@@ -218,8 +216,7 @@ def _refusal(error: Exception) -> HTTPError:
 
 def _checked(body: dict[str, Any], path: str) -> dict[str, Any]:
     body = {name: value for name, value in body.items() if name not in _DROPPED}
-    refused = sorted(name for name in _REFUSED if body.pop(name, None))
-    if refused:
+    if refused := sorted(name for name in _REFUSED if body.pop(name, None)):
         raise HTTPError(400, f"This server does not take {', '.join(refused)}, as they show what packs hold.")
     refuse_unknown(body, _FIELDS[path])
     return body

@@ -22,8 +22,8 @@ from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.plan.plan import Region
 from kp_serve.access import Access
 from kp_serve.asked import Placed, blocks_as_json, digest_of, moved_packs, steered
-from kp_serve.desk import Desk
 from kp_serve.rights import Rights, salt_of
+from kp_serve.state import ServerState
 from kp_serve.stored import KeptPart, PackPart, Part, is_compiled
 from kp_serve.wire import HTTPError, Visit
 
@@ -35,7 +35,7 @@ _Step: TypeAlias = tuple[list[int] | Tensor, Rights]
 """A prompt, and the rights with which it is computed."""
 
 
-async def prepared(desk: Desk, visit: Visit, body: dict[str, Any]) -> tuple[Rights, int]:
+async def prepared(desk: ServerState, visit: Visit, body: dict[str, Any]) -> tuple[Rights, int]:
     """Prepare a request that steers or moves packs. Returns its rights, and the number of tokens computed for it.
 
     `body` is that of `/v1/completions`; its field `kp` is removed. Steered blocks, and text before moved packs, cost
@@ -120,7 +120,9 @@ def _kept(names: tuple[str, ...], label: str, ids: list[int], start: int, packs:
     return KeptPart(start, tuple(ids[start:]), start, label_before, handles, min(names))
 
 
-async def _computed(desk: Desk, visit: Visit, steps: Sequence[_Step], what: str, *, last_is_all: bool = False) -> int:
+async def _computed(
+    desk: ServerState, visit: Visit, steps: Sequence[_Step], what: str, *, last_is_all: bool = False
+) -> int:
     """Have the server compute and keep those of `steps` that are not kept, in order. Returns the number of computed
     tokens.
 
@@ -147,7 +149,7 @@ async def _computed(desk: Desk, visit: Visit, steps: Sequence[_Step], what: str,
     return computed
 
 
-def _readable(packs: Placed, desk: Desk, access: Access) -> Placed:
+def _readable(packs: Placed, desk: ServerState, access: Access) -> Placed:
     """The packs among `packs` that are stored and that the key may read; others are ignored."""
 
     def may_read(name: str) -> bool:
@@ -158,7 +160,7 @@ def _readable(packs: Placed, desk: Desk, access: Access) -> Placed:
     return tuple((handle, start) for handle, start in packs if may_read(handle))
 
 
-async def _moved(desk: Desk, visit: Visit, field: dict[str, Any], ids: list[int]) -> tuple[list[_Step], int]:
+async def _moved(desk: ServerState, visit: Visit, field: dict[str, Any], ids: list[int]) -> tuple[list[_Step], int]:
     """Compile the moved packs. Returns the requests for the prompt, and the number of tokens computed so far."""
     if desk.immovable:
         raise HTTPError(400, desk.immovable)
@@ -197,7 +199,7 @@ async def _moved(desk: Desk, visit: Visit, field: dict[str, Any], ids: list[int]
     return laid_steps(visit.access.namespaces, desk.key, ids, parts, starts), computed
 
 
-async def _wrapped(desk: Desk, visit: Visit, part: KeptPart, prefix: Prefix, soft: PacketComposer) -> int:
+async def _wrapped(desk: ServerState, visit: Visit, part: KeptPart, prefix: Prefix, soft: PacketComposer) -> int:
     """Have a pack compiled between its soft tokens, unless it is kept. Returns the number of computed tokens."""
     if await asyncio.to_thread(desk.store.has_kept, part.key(desk.identity), visit.access.namespaces):
         return 0
@@ -210,7 +212,7 @@ async def _wrapped(desk: Desk, visit: Visit, part: KeptPart, prefix: Prefix, sof
     return len(part.token_ids)
 
 
-def _embedded(desk: Desk, prefix: Prefix, token_ids: Sequence[int], soft: PacketComposer) -> Tensor:
+def _embedded(desk: ServerState, prefix: Prefix, token_ids: Sequence[int], soft: PacketComposer) -> Tensor:
     """Input embeddings of a prefix and a wrapped pack, `(tokens, hidden)`."""
     header, trailer = soft.header, soft.trailer
     text_ids = token_ids[len(header) : len(token_ids) - len(trailer)]
@@ -220,7 +222,7 @@ def _embedded(desk: Desk, prefix: Prefix, token_ids: Sequence[int], soft: Packet
     return torch.cat([part.to(tokens.dtype) for part in parts]).to(dtype)
 
 
-def _soft(desk: Desk, field: object) -> PacketComposer | None:
+def _soft(desk: ServerState, field: object) -> PacketComposer | None:
     """The composer for a client's wrapper; `None` without one. Raises `HTTPError` and `WrapperError`."""
     if field is None:
         return None
@@ -236,7 +238,7 @@ def _soft(desk: Desk, field: object) -> PacketComposer | None:
     return wrapper
 
 
-def _stands(desk: Desk, pack: KnowledgePack, ids: list[int], soft: PacketComposer | None) -> bool:
+def _stands(desk: ServerState, pack: KnowledgePack, ids: list[int], soft: PacketComposer | None) -> bool:
     """Whether `ids` are the tokens of the pack; a wrapped pack also holds the end of its text, and blanks behind it."""
     if pack.fingerprint != desk.identity:
         return False
@@ -249,7 +251,7 @@ def _stands(desk: Desk, pack: KnowledgePack, ids: list[int], soft: PacketCompose
     return bool(text_ids) and is_own and list(soft.wrap(pack, text_ids).token_ids) == ids
 
 
-def _pack(desk: Desk, access: Access, name: str) -> KnowledgePack:
+def _pack(desk: ServerState, access: Access, name: str) -> KnowledgePack:
     """The pack of a handle, if the key may read it. Raises `HTTPError` 404."""
     pack = desk.store.peek(desk.handle(name, access), PackKey(desk.identity))
     if pack is None:  # It was deleted meanwhile.

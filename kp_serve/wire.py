@@ -21,6 +21,7 @@ Headers: TypeAlias = list[tuple[bytes, bytes]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _JSON = "application/json"
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _MOST_BYTES = 32 * 2**20
 
 
@@ -59,16 +60,15 @@ class Visit:
 
     async def read(self) -> dict[str, Any]:
         """The body. Raises `HTTPError` unless it is a JSON object of at most 32 MiB."""
-        data = bytearray()
-        while True:
+        data, is_whole = bytearray(), False
+        while not is_whole:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise HTTPError(400, "The client went away.")
             data += message.get("body", b"")
+            is_whole = not message.get("more_body")
             if len(data) > _MOST_BYTES:
                 raise HTTPError(413, f"The body has more than {_MOST_BYTES} bytes. Send less at once.")
-            if not message.get("more_body"):
-                break
         try:
             parsed = json.loads(bytes(data))
         except (ValueError, RecursionError) as error:
@@ -101,10 +101,8 @@ class HTTPError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The error as JSON in OpenAI's form."""
-        kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-        default_kind = "invalid_request_error" if self.status < 500 else "server_error"
-        detail = {"message": str(self), "type": kind.get(self.status, default_kind)}
-        return {"error": {**detail, "param": None, "code": self.status}}
+        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.status}}
 
 
 async def send_json(send: Send, status: int, body: object) -> None:
@@ -119,17 +117,15 @@ async def send_bytes(send: Send, status: int, data: bytes, kind: str) -> None:
 
 
 def replay(body: object, receive: Receive) -> tuple[Headers, Receive]:
-    """Headers for `body`, and a `receive` that first gives `body` and then what the client still sends (its
-    disconnect).
+    """Headers for `body`, and a `receive` that first gives `body`, then what the client still sends (its disconnect).
 
     Raises `HTTPError` for values that JSON cannot express, such as the infinity that `1e999` parses to.
     """
     try:
         data = json.dumps(body, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
-        raise HTTPError(
-            400, f"The body cannot be passed on ({error}). Expected finite numbers, nested less."
-        ) from error
+        reason = f"The body cannot be passed on ({error}). Expected finite numbers, nested less."
+        raise HTTPError(400, reason) from error
     waiting = [{"type": "http.request", "body": data, "more_body": False}]
 
     async def receive_body() -> MutableMapping[str, Any]:

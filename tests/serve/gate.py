@@ -37,10 +37,10 @@ class Served(Gate):
         names = {"a": "a", "b": "b", "default": "default", "reader": "a"}
         file = Path(folder) / "keys.json"
         self.keys = {key: add_key(file, [name], write=key != "reader") for key, name in names.items()}
-        tokenizer, self.session = self.gate.desk.tokenizer, tiny_engine()
+        tokenizer, self.session = self.gate.state.tokenizer, tiny_engine()
         facts = MemoryFactStore(HashEmbedder()) if facts is None else facts
-        self.gate.desk = replace(self.gate.desk, facts=facts, keys=read_keys(file), store=self.store)
-        self.gate.desk.__dict__["tokenizer"] = tokenizer
+        self.gate.state = replace(self.gate.state, facts=facts, keys=read_keys(file), store=self.store)
+        self.gate.state.__dict__["tokenizer"] = tokenizer
         self.gate.app, self.says, self.computed, self.embedded = self._inner, "", 0, []
 
     async def _inner(self, scope, receive, send):
@@ -156,8 +156,8 @@ def listening(gate):
 def address(server, tmp_path):
     """Where it listens to an engine of ours, which asks for the model's tokenizer."""
     server.session.tokenizer.save_pretrained(tmp_path / "model")
-    tokenizer = server.gate.desk.tokenizer
-    server.gate.desk = replace(server.gate.desk, model=str(tmp_path / "model"))
-    server.gate.desk.__dict__["tokenizer"] = tokenizer
+    tokenizer = server.gate.state.tokenizer
+    server.gate.state = replace(server.gate.state, model=str(tmp_path / "model"))
+    server.gate.state.__dict__["tokenizer"] = tokenizer
     with listening(server.gate) as url:
         yield url

@@ -140,7 +140,7 @@ def sent(gate, said, ids, **more):
 def test_the_server_signs_what_a_client_names(gate, remote, formal):
     plan = planned(remote, "Who rings it?", steering=formal)
     said, ids, (first, own) = asked(plan), list(plan.prompt.token_ids), rights_of(plan)
-    key, session = first.keeps.key(gate.gate.desk.identity), tiny_engine()
+    key, session = first.keeps.key(gate.gate.state.identity), tiny_engine()
     gate.store.write_kept(key, next(session.engine.kv([session._planner.wanted(Prefix(), key.token_ids)])))
     forged = replace(own, namespaces=("b",), salt="mine").sign(b"x" * 32)
     done, _ = sent(gate, said, ids, cache_salt="mine", kv_transfer_params=forged)

@@ -19,10 +19,10 @@ from kp_core.errors import MissingDependencyError, ModelError, PackCorruptError,
 from kp_core.packs.handle import Handle
 from kp_core.plan.request import Request
 from kp_serve.access import Access, access_of, add_key, read_keys
-from kp_serve.desk import Desk
 from kp_serve.engine import VLLMEngine
 from kp_serve.middleware import PackMiddleware, until_end
 from kp_serve.rights import Rights, salt_of
+from kp_serve.state import ServerState
 from kp_serve.stored import StoredKV
 from kp_serve.wire import HTTPError, send_json
 from tests.conftest import tiny_engine
@@ -194,8 +194,8 @@ class Gate:
 
         self.gate = PackMiddleware.__new__(PackMiddleware)
         self.gate.app = inner
-        self.gate.desk = Desk(self.store, "", served(session), access, KEY)
-        self.gate.desk.__dict__["tokenizer"] = session.tokenizer
+        self.gate.state = ServerState(self.store, "", served(session), access, KEY)
+        self.gate.state.__dict__["tokenizer"] = session.tokenizer
 
     def ask(self, method, path, body=None, headers=None):
         async def go():
@@ -226,7 +226,7 @@ def test_a_balancer_is_told_what_was_answered_from(gate):
         return gate.ask("GET", "/v1/packs?hot=1").json()["data"]
 
     assert hot() == []
-    gate.gate.desk.__dict__["unresolved"] = "text"
+    gate.gate.state.__dict__["unresolved"] = "text"
     gate.chat(messages=[{"role": "user", "content": f"{first} {other}"}])
     assert hot() == [first]
     for named in (second, other, "nothing", "kp:a/" + "a" * 21):
@@ -241,7 +241,7 @@ def test_a_balancer_is_told_what_was_answered_from(gate):
 
 def test_handles_become_text_for_whom_they_resolve(gate):
     own, other = put(gate), put(gate, namespace="b")
-    gate.gate.desk.__dict__["unresolved"] = "text"
+    gate.gate.state.__dict__["unresolved"] = "text"
     messages = [
         {"role": "developer", "content": own},
         {"role": "user", "content": f"{own} {other}"},
@@ -267,7 +267,7 @@ def test_a_handle_that_brings_nothing_is_refused_and_says_no_more_than_that(gate
         said.append(message.replace(name, "X"))
     assert said[0] == said[1]
     assert not gate.seen
-    assert gate.gate.desk.counts["handles_left"] == 2
+    assert gate.gate.state.counts["handles_left"] == 2
     # A role that this key does not trust, and the model itself, may say what they like.
     done, _ = gate.chat(messages=[{"role": role, "content": foreign} for role in ("tool", "assistant")])
     assert done.status_code == 200

@@ -137,8 +137,8 @@ def test_a_key_that_reads_changes_nothing(server):
 
 
 def test_a_server_without_facts_says_so(server):
-    desk = server.gate.desk
-    server.gate.desk = replace(desk, facts=None)
+    desk = server.gate.state
+    server.gate.state = replace(desk, facts=None)
     done = server.ask("GET", "/v1/facts")
     assert (done.status_code, "--facts" in done.json()["error"]["message"]) == (404, True)
 
@@ -284,7 +284,7 @@ def test_usage_is_split_and_counts_join_those_of_vllm(server):
     asked = {"messages": [{"role": "user", "content": f"{fact['handle']} kp:b/{'a' * 21}"}]}
     split = {"prompt_tokens": 100 - tokens, "pack_tokens": tokens, "unresolved": 1}
     split |= {"reused_tokens": 60, "computed_tokens": 40}
-    server.gate.desk.__dict__["unresolved"] = "text"
+    server.gate.state.__dict__["unresolved"] = "text"
     assert server.ask("POST", "/v1/chat/completions", asked).json()["usage"]["knowledge_packs"] == split
     last = events_of(server.ask("POST", "/v1/chat/completions", {**asked, "stream": True}).content)[-1]
     assert last["usage"]["knowledge_packs"] == split
@@ -321,9 +321,9 @@ def test_an_engine_has_texts_compiled_by_the_server(server, address):
 @pytest.mark.parametrize("source", [SYSTEM_FIRST, TWO_ROLES])
 def test_a_message_that_the_template_would_drop_is_in_what_a_client_sends(server, source):
     tokenizer = tiny_engine(template=source).tokenizer
-    desk = replace(server.gate.desk, identity=served(tiny_engine(template=source)))
+    desk = replace(server.gate.state, identity=served(tiny_engine(template=source)))
     desk.__dict__["tokenizer"] = tokenizer
-    server.gate.desk = desk
+    server.gate.state = desk
     said = [*({"role": role, "content": f"The {role}."} for role in ("system", "user", "assistant"))]
     said += [{"role": "system", "content": GUARD}, {"role": "user", "content": "And now?"}]
     with listening(server.gate) as url:

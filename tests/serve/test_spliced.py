@@ -170,7 +170,7 @@ def test_what_cannot_be_moved_is_said(server, remote):
         done = server.ask("POST", "/v1/completions", {"prompt": prompt, "kp": wrong, "max_tokens": 1})
         message = done.json()["error"]["message"]
         assert (done.status_code, expected in message) == (status, True), message
-    server.gate.desk = replace(server.gate.desk, immovable="The keys of this model cannot be moved: longrope.")
+    server.gate.state = replace(server.gate.state, immovable="The keys of this model cannot be moved: longrope.")
     done = server.ask("POST", "/v1/completions", {"prompt": ids, "kp": said, "max_tokens": 1})
     assert (done.status_code, "longrope" in done.json()["error"]["message"]) == (400, True)
     assert not server.seen
@@ -184,7 +184,7 @@ def wrapped(remote, width, soft=3):
 
 def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "tiny")
-    server.gate.desk.__dict__["embeddings"] = embeddings = token_embeddings(tmp_path / "tiny")
+    server.gate.state.__dict__["embeddings"] = embeddings = token_embeddings(tmp_path / "tiny")
     width = embeddings([0]).shape[1]
     composer, handles = wrapped(remote, width), handles_of(remote, server.store, compiled=False)
     options = {"view": server.store.view("a"), "composer": composer}
@@ -197,8 +197,8 @@ def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_pa
         return done, "" if done.status_code == 200 else done.json()["error"]["message"]
 
     assert "--packets" in ask()[1]
-    server.gate.desk = replace(server.gate.desk, packets=True)
-    server.gate.desk.__dict__.update(embeddings=embeddings, tokenizer=remote.tokenizer)
+    server.gate.state = replace(server.gate.state, packets=True)
+    server.gate.state.__dict__.update(embeddings=embeddings, tokenizer=remote.tokenizer)
     other = wrapped(load_engine(tiny_model("qwen3"), tokenizer=tiny_tokenizer()), width)
     moved = said["moved"]
     for wrong, prompt, status, expected in (

@@ -100,7 +100,7 @@ def attack(folder: Path) -> Iterator[Case]:
         )
         _judge(done, server, seen)
         gone = method == "DELETE" and done.status_code == 200
-        theirs = [fact.id for fact in server.gate.desk.facts.facts(namespace="b")]
+        theirs = [fact.id for fact in server.gate.state.facts.facts(namespace="b")]
         if theirs != [other["id"]] or [*map(str, server.store.handles("b"))] != [other["handle"]]:
             raise WrongError(f"{method} {path} changed what is another's")
         if gone:

@@ -29,7 +29,7 @@ from kp_serve.rights import Rights, salt_of, server_key
 from kp_serve.stored import is_compiled
 from kp_serve.wire import HTTPError, Visit, send_bytes
 
-__all__ = ["VARIABLE", "Desk", "refuse_unknown"]
+__all__ = ["VARIABLE", "ServerState", "refuse_unknown"]
 
 VARIABLE = "KP_SERVE"
 """Environment variable with which `kp serve` passes its settings, as JSON, to the middleware."""
@@ -47,7 +47,7 @@ _COUNTERS = {
 
 
 @dataclass(frozen=True)
-class Desk:
+class ServerState:
     """The state of one server: its pack store, model, keys, fact store if it has one, and counters.
 
     Counters and hot packs change in the event loop's thread alone.
@@ -72,21 +72,22 @@ class Desk:
     """The packs that this server used last, latest last. Their KV is in vLLM's cache until vLLM evicts it."""
 
     @classmethod
-    def of_environment(cls) -> Desk:
+    def of_environment(cls) -> ServerState:
         """Build it from the settings in `VARIABLE`."""
-        settings = json.loads(os.environ[VARIABLE])
-        identity = ModelFingerprint.from_dict(settings["identity"])
-        facts = None
-        if settings["facts"] is not None:
-            from kp_core.banks.chroma import ChromaFactStore
+        from kp_core.banks.chroma import ChromaFactStore
 
-            facts = ChromaFactStore(settings["facts"])
+        settings = json.loads(os.environ[VARIABLE])
         key = server_key()
-        store = PackStore(settings["store"], seal=key if settings["sealed"] else None)
         everybody = Access(tuple(settings["namespaces"]), write=True)
-        keys = read_keys(settings["keys"]) if settings["keys"] else everybody
-        options = {name: settings[name] for name in ("immovable", "packets", "unresolved")}
-        return cls(store, settings["model"], identity, keys, key, facts, **options)
+        return cls(
+            PackStore(settings["store"], seal=key if settings["sealed"] else None),
+            settings["model"],
+            ModelFingerprint.from_dict(settings["identity"]),
+            read_keys(settings["keys"]) if settings["keys"] else everybody,
+            key,
+            None if settings["facts"] is None else ChromaFactStore(settings["facts"]),
+            **{name: settings[name] for name in ("immovable", "packets", "unresolved")},
+        )
 
     @cached_property
     def tokenizer(self) -> Any:  # noqa: ANN401
@@ -128,9 +129,8 @@ class Desk:
         """Raise `HTTPError` if a text in `value` contains a special token: it would not stay text."""
         for text in _strings(value):
             if special := next((token for token in self._special if token in text), None):
-                raise HTTPError(
-                    400, f"Got the text of the special token {special!r}, which would not stay text. Remove it."
-                )
+                said = f"Got the text of the special token {special!r}, which would not stay text. Remove it."
+                raise HTTPError(400, said)
 
     def tokens_of(self, pack: KnowledgePack) -> int:
         """Number of tokens of a pack, without the one or two that may merge with the text around it."""
@@ -277,7 +277,6 @@ def _strings(value: object) -> Iterator[str]:
         element = waiting.pop()
         if isinstance(element, str):
             yield element
-        elif isinstance(element, dict):
-            waiting += [*element.keys(), *element.values()]
-        elif isinstance(element, list):
+        elif isinstance(element, dict | list):
             waiting += element
+            waiting += element.values() if isinstance(element, dict) else []
