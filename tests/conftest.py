@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kp_core import KVTensors, bundled_model, load_engine
-from kp_core.engines.hf import model as hf_model
+from kp_core.engines.hf import probe
 from kp_core.engines.hf.loading import best_dtype
 from tests.kits import CHATML, tiny_model, tiny_tokenizer
 
@@ -44,7 +44,7 @@ def checked_once():
 
     The check takes most of the time of loading a tiny model, and hundreds are loaded. Its own tests call it directly.
     """
-    check, results = hf_model.why_not_bitwise, {}
+    check, results = probe.why_not_bitwise, {}
 
     def remembered(model, packed):
         key = (_structure(model.network), model.shape, model.attends, torch.get_num_threads())
@@ -56,7 +56,7 @@ def checked_once():
         return why
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf_model, "why_not_bitwise", remembered)
+        patch.setattr(probe, "why_not_bitwise", remembered)
         yield
 
 

@@ -129,7 +129,7 @@ FAULTS = (
         f"{_ENGINES}/test_sampling.py",
     ),
     Fault(
-        "kp_core/engines/hf/bitwise.py",
+        "kp_core/engines/hf/packed.py",
         "(count := rows.numel() // self.in_features) >= self.rows:",
         "(count := rows.numel() // self.in_features) >= 1:",
         f"{_ENGINES}/test_packed.py {_ENGINES}/test_attention.py",

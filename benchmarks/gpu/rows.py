@@ -1,7 +1,7 @@
 """Which arithmetic of the device gives a row the same bits whatever the number of rows, and what padding costs.
 
 One arithmetic on an accelerator would need this: reused KV has the bits of computed KV only where a token's result
-depends on no other token of its pass (`kp_core.engines.hf.bitwise`, which tests the same on a CPU).
+depends on no other token of its pass (`kp_core.engines.hf.probe`, which tests the same on a CPU).
 
 - layers: products in the shapes of an 8B model. `alike`: numbers of rows in groups that give a row the same bits.
   `others`: whether at one number of rows a row's bits depend on the values of the others, and on its place among them.

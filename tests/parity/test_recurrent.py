@@ -11,7 +11,7 @@ import kp_core.engines.hf.kinds
 from kp_core import PackStore, load_engine
 from kp_core.edit import amend, overwrite
 from kp_core.engines.hf.kinds import kind_of
-from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.hf.probe import probed
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
 from kp_core.steering import Steering
 from tests.kits import NaiveComposer, tiny_tokenizer
@@ -169,4 +169,4 @@ def test_a_model_that_does_not_go_on_from_its_states_is_found_out(monkeypatch):
         kind_of(RecurrentGemmaConfig())
     monkeypatch.setattr(kp_core.engines.hf.kinds, "_UNFIT", {})
     with pytest.raises(UnsupportedModelError, match="does not go on from the states"):
-        CausalModel(model_of("mamba"))
+        probed(model_of("mamba"))

@@ -3,7 +3,7 @@
 Positions are divided into tiles of `TILE`. A token attends to each tile up to its own separately. The results are
 joined by their log-sum-exp in the order of positions. So the position of the token alone decides which numbers are
 multiplied and in which order they are added. Missing keys of a tile are masked, never cut off. Query rows are padded to
-a multiple of `_ROWS`, because the kernel computes the last one to three rows of a block differently. `hf.bitwise` tests
+a multiple of `_ROWS`, because the kernel computes the last one to three rows of a block differently. `hf.probe` tests
 this.
 """
 

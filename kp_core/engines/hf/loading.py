@@ -21,6 +21,7 @@ from kp_core.bundled import BUNDLED_MODEL, BUNDLED_VERSION, check_reachable, con
 from kp_core.engines.hf.identity import adapter_state, commit_of, fingerprint_of, place_of, stamp_files, unreadable
 from kp_core.engines.hf.kinds import kind_of
 from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.hf.probe import probed
 from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.errors import MissingDependencyError, ModelChangedError, ModelError, UnsupportedModelError
@@ -90,7 +91,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     # Made first, so that a missing template is reported before the model is probed.
     template = ChatTemplate(hf_tokenizer, template_options)
     keep_attention = loading.get("attn_implementation") is not None
-    causal = CausalModel(loaded, keep_attention=keep_attention, graphs=graphs)
+    causal = probed(loaded, keep_attention=keep_attention, graphs=graphs)
     files, commit, watch = None, None, None
     if not isinstance(source, str | Path):
         watch = watched(loaded)  # Nobody else can change a model that was loaded here.
@@ -101,7 +102,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         nonlocal causal, files, watch
         renewed = watched(loaded)
         # The engine's copies of modules, packed weights and recorded passes are of the model as it was.
-        causal = CausalModel(loaded, keep_attention=keep_attention, graphs=graphs)
+        causal = probed(loaded, keep_attention=keep_attention, graphs=graphs)
         files, watch = None, renewed  # The model was changed in memory, so its files no longer describe it.
         identity.cache_clear()
         return causal

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
-from itertools import chain, pairwise
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kp_core.engines.hf import attention
 from kp_core.engines.hf.attention import Sees, attend
-from kp_core.engines.hf.bitwise import own_view, pack_weights, why_not_bitwise
 from kp_core.engines.hf.kinds import (
-    PROBE,
-    WINDOW_SIZES,
     LayersDone,
     cache_of,
     cache_parameter,
@@ -31,23 +27,19 @@ from kp_core.engines.hf.kinds import (
     positions_of,
     rope_parameters,
 )
-from kp_core.engines.hf.replay import Record, ReplayedRows, Replays, capturing
+from kp_core.engines.hf.packed import PackedLinear
+from kp_core.engines.hf.replay import Replays
 from kp_core.engines.hf.rows import Rows, run_ragged
 from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.local.buffer import TILE, BufferPool, KVBuffer
 from kp_core.engines.local.model import Memory
 from kp_core.engines.local.tree import PrefixTree
-from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
+from kp_core.errors import UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.rope import Rope
-from kp_core.threads import release_openmp_threads
 
 __all__ = ["CausalModel"]
 
-logger = logging.getLogger(__name__)
-
-_NO_ROWS = "its attention is its own, and is not told which tokens belong to which answer"
-_NARROW = PROBE - 3  # Tokens of a sliding window during a probe.
 _APART = 37  # Distance of the two positions at which a key is computed to find its rotation.
 
 LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
@@ -57,15 +49,13 @@ LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 class CausalModel:
     """Runs the forward passes of a Hugging Face causal LM over KV buffers.
 
-    With `keep_attention`, the model keeps the attention it was loaded with, which rounds differently. With `graphs`,
-    short passes on CUDA are captured and replayed, if a probe shows that this gives the same logits.
-
-    Raises `UnsupportedModelError`, with the reason, for architectures that cannot continue from their cache.
+    It computes as the model was loaded, one answer at a time; `hf.probe.probed` makes it use what works here. Raises
+    `UnsupportedModelError`, with the reason, for architectures that cannot continue from their cache.
     """
 
-    def __init__(self, model: PreTrainedModel, *, keep_attention: bool = False, graphs: bool = True) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.kind = kind_of(model.config)
-        self.network: Any = own_view(model).eval()
+        self.network: Any = _own_view(model).eval()
         """The model itself, for code that needs gradients."""
         self.config: Any = self.network.config
         self._text: Any = self.config.get_text_config(decoder=True)
@@ -86,82 +76,17 @@ class CausalModel:
         self.forks = self.device.type == "cpu" and not self.shape.devices
         self.attends = False
         """Whether its attention is tiled (`hf.attention`)."""
-        buffer = KVBuffer(self.shape, 2 * PROBE)
-        self._packed = pack_weights(self.network, partial(self.forward, self._probe_ids(), buffer, logits=0))
+        self.batches = False
+        """Whether several answers share a pass."""
+        self.packed: Sequence[PackedLinear] = ()
+        """Products with packed weights."""
         self.replays: Replays | None = None
         """Recorded short passes; `None` if each is computed anew."""
-        self._engine = "local"
-        if keep_attention:
-            self._engine += f"/{self.config._attn_implementation}"  # noqa: SLF001 - transformers has no public name
-        else:
-            self._install_attention()
-        if self.kind.is_recurrent:
-            self._check_states()
-        is_tiled_here = self.attends and not self.shape.devices
-        self.batches = is_tiled_here and "batch" not in self.kind.lacks and self._rows_agree()
-        self.lacks: Mapping[str, str] = self._found_lacks()
-        if graphs and self.device.type == "cuda" and self.batches:
-            self.use_replay(capturing(self.device))
-        release_openmp_threads()  # Other threads may run the requests.
-
-    def use_replay(self, record: Record) -> None:
-        """Replay passes that `record` records, if that gives the same logits: of decoding, and of short questions.
-
-        Logs why not.
-        """
-        tokens = self._probe_ids()[-PROBE // 2 :]
-        questions = [tokens[:count] for count in range(1, len(tokens))]
-        with self._narrowed():
-            try:
-                replayed, computed = (self._probe_passes(tokens, questions, by) for by in (record, None))
-            except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-                logger.warning("Passes are not recorded: %s", error)
-                return
-            buffers = self._probe_rows()
-            plain = [self.forward([token], buffer) for token in tokens for buffer in buffers]
-            plain += [self.forward(question, buffers[0]) for question in questions]
-        if not replayed:  # It was said why.
-            return
-        # The same kernels give the same numbers. Other kernels round differently.
-        if self._agree(replayed, computed, rounding=1e-3) and self._agree(computed, plain):
-            self.replays = Replays(self, record)
-        else:
-            logger.warning("Passes are not recorded: replayed, they give other logits.")
-
-    def _probe_passes(
-        self, tokens: Sequence[int], questions: Sequence[Sequence[int]], record: Record | None
-    ) -> list[Tensor]:
-        """Logits of `tokens` behind each of two buffers, then of `questions` behind the first.
-
-        With `record`, passes are recorded on the way. Then the result is empty if any was not.
-        """
-        buffers = self._probe_rows()
-        steps = ReplayedRows(self, buffers, record)
-        asked = ReplayedRows(self, buffers[:1], record, len(tokens))
-        found = [steps.step(buffers, [[token] for _ in buffers]) for token in tokens]
-        found += [asked.step(buffers[:1], [question]) for question in questions]
-        return found if record is None or (steps.replay and asked.replay) else []
-
-    def _probe_rows(self) -> list[KVBuffer]:
-        """Two buffers with other numbers of tokens."""
-        buffers = [KVBuffer(self.shape, 2 * PROBE) for _ in range(2)]
-        for row, buffer in enumerate(buffers):
-            self.forward(self._probe_ids()[: PROBE + row], buffer, logits=0)
-        return buffers
-
-    def _found_lacks(self) -> dict[str, str]:
-        lacks = dict(self.kind.lacks)
+        self.engine = "local"
+        """Its name in the fingerprint."""
+        self.lacks: Mapping[str, str] = self.kind.lacks
         if self.shape.devices:
-            lacks = {"compose": "its layers are on several devices", **lacks}
-        if "batch" not in lacks and not self.batches:
-            lacks["batch"] = _NO_ROWS
-        if why := why_not_bitwise(self, self._packed):
-            lacks["bitwise"] = why
-        if "compose" in lacks:
-            lacks["attention"] = lacks["compose"]
-        elif not self.attends:
-            lacks["attention"] = "its attention is its own, and does not report its weights"
-        return lacks
+            self.lacks = {"compose": "its layers are on several devices", **self.lacks}
 
     def pool(self, tree: PrefixTree, cache_bytes: int) -> BufferPool:
         """See `Model.pool`."""
@@ -172,7 +97,7 @@ class CausalModel:
         """`NUMERICS` of the fingerprint: dtype, engine and how passes are computed, as far as the bits depend on it."""
         dtype = str(self.shape.dtype).removeprefix("torch.")
         if "bitwise" in self.lacks:
-            return dtype, self._engine, "any"
+            return dtype, self.engine, "any"
         version, cpu = torch.__version__.partition("+")[0], torch.cpu
         names = [torch.backends.cpu.get_cpu_capability()]
         if names[0].startswith("AVX512"):  # torch can be told to leave these out, and then names what it has left.
@@ -180,7 +105,7 @@ class CausalModel:
             names += [name for name, is_supported in units.items() if is_supported]
         # oneDNN does not tell what it was limited to, nor does it follow torch's limit.
         names += [f"{name}={limit.upper()}" for name in LIMITS if (limit := os.environ.get(name))]
-        return dtype, self._engine, f"tiles of {TILE}, torch {version}, {' '.join(names)}"
+        return dtype, self.engine, f"tiles of {TILE}, torch {version}, {' '.join(names)}"
 
     @property
     def sees(self) -> list[Sees]:
@@ -370,92 +295,17 @@ class CausalModel:
 
     sampler = staticmethod(sampler_of)
 
-    @torch.inference_mode()
-    def _install_attention(self) -> None:
-        """Switch to tiled attention if the model accepts it and gives the same logits with it."""
-        previous = self.config._attn_implementation  # noqa: SLF001 - transformers has no public name
-        if not getattr(self.network, "_supports_attention_backend", False):
-            return
-        with self._narrowed():
-            expected = self._probe_logits()
-            try:
-                self.network.set_attn_implementation(attention.NAME)
-                self.attends = True
-                tiled_logits = self._probe_logits()
-            except (ValueError, TypeError, RuntimeError, LookupError) as error:
-                logger.info("%s keeps %s attention: %s", self.config.model_type, previous, error)
-                tiled_logits = None
-        # In bfloat16, the logits of Gemma 3 differ by 8 % from those in float32, and by 6 % from those of tiles.
-        if tiled_logits is None or not self._agree(tiled_logits, expected, rounding=0.1):
-            self.network.set_attn_implementation(previous)
-            self.attends = False
-
-    def _rows_agree(self) -> bool:
-        """Whether several sequences decoded in one pass get the logits that each gets alone."""
-        with self._narrowed():
-            buffers, alone = self._probe_rows(), self._probe_rows()
-            token = self._probe_ids()[-1]
-            tokens = [[token], [token, token]]
-            try:
-                steps = [self.rows(buffers)([token, token]), self.ragged(buffers, tokens)]
-            except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-                logger.info("%s decodes sequences one by one: %s", self.config.model_type, error)
-                return False
-            expected = [
-                self.forward(ids, buffer)
-                for step in ([[token], [token]], tokens)
-                for ids, buffer in zip(step, alone, strict=True)
-            ]
-        return self._agree(steps, expected)
-
-    def _check_states(self) -> None:
-        """Refuse a model whose logits differ between one pass and passes that continue from its states."""
-        resumed, expected = self._probe_logits()[1:], self._probe_logits((0, 2 * PROBE - 1, 2 * PROBE))
-        # In bfloat16, a mixture of experts may choose another expert. A lost state changes the logits more.
-        if not self._agree(resumed, expected, rounding=0.2):
-            off = (torch.cat(resumed) - torch.cat(expected)).float().norm() / torch.cat(expected).float().norm()
-            raise UnsupportedModelError(
-                f"{self.config.model_type} cannot be served from packs: with the installed transformers it does not go "
-                f"on from the states of its recurrent layers (after {PROBE} tokens its logits are off by "
-                f"{float(off):.0%})."
-            )
-
-    @contextmanager
-    def _narrowed(self) -> Iterator[None]:
-        """Shorten sliding windows to a few tokens, so that a probe is longer than a window."""
-        kind, sizes = self.kind, dict[str, int]()
-        try:
-            self.kind = replace(kind, windows=tuple(size and min(size, _NARROW) for size in kind.windows))
-            for name in WINDOW_SIZES if any(kind.windows) else ():
-                # Some configurations have no single size, because layers differ, or cannot be changed.
-                with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
-                    if size := getattr(self._text, name):
-                        setattr(self._text, name, min(size, _NARROW))
-                        sizes[name] = size
-            yield
-        finally:
-            self.kind = kind
-            for name, size in sizes.items():
-                setattr(self._text, name, size)
-
-    def _agree(self, found: Sequence[Tensor], expected: Sequence[Tensor], rounding: float = 0.05) -> bool:
-        """Whether logits are equal up to a relative error: 1e-3 in float32, `rounding` in shorter dtypes."""
-        mine, theirs = torch.cat([*found]).float(), torch.cat([*expected]).float()
-        tolerance = 1e-3 if self.shape.dtype == torch.float32 else rounding
-        return bool(((mine - theirs).norm(dim=1) <= tolerance * theirs.norm(dim=1)).all())
-
-    def _probe_ids(self) -> list[int]:
-        # Random tokens: the first ids of a vocabulary are special tokens, and some models amplify rounding errors
-        # behind these.
-        generator = torch.Generator().manual_seed(0)
-        return list(torch.randint(self._text.vocab_size, (2 * PROBE,), generator=generator).tolist())
-
-    def _probe_logits(self, edges: Sequence[int] = (0, PROBE, 2 * PROBE - 1, 2 * PROBE)) -> list[Tensor]:
-        """Logits at the last token of each pass between `edges`: by default a prefill, another pass, a decode step."""
-        ids, buffer = self._probe_ids(), KVBuffer(self.shape, 2 * PROBE)
-        return [self.forward(ids[start:stop], buffer) for start, stop in pairwise(edges)]
-
 
 def _close(found: Tensor, expected: Tensor) -> bool:
     tolerance = 1e-3 if expected.dtype == torch.float32 else 0.02
     return bool((found.float() - expected.float()).norm() <= tolerance * expected.float().norm())
+
+
+def _own_view(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the modules that shares the tensors, so that the caller's model keeps its own attention setting.
+
+    RoPE frequencies are copied, because `longrope` writes them in every pass.
+    """
+    shared = (buffer for name, buffer in model.named_buffers() if not name.endswith("inv_freq"))
+    tensors = chain(model.parameters(), shared)
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

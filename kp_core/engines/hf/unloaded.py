@@ -42,7 +42,7 @@ def rope_of(model: str | Path) -> Rope:
             if isinstance(getattr(text, name, None), int):
                 setattr(text, name, size)
         narrow = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
-        return CausalModel(narrow, keep_attention=True).rope
+        return CausalModel(narrow).rope
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
         raise UnsupportedRequestError(
             f"How the keys of this model turn cannot be told from its configuration ({type(error).__name__}: {error}). "

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from kp_core.engines.hf import attention
 from kp_core.engines.hf.attention import Sees
-from kp_core.engines.hf.bitwise import why_not_bitwise
-from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.hf.probe import probed, why_not_bitwise
 from kp_core.engines.local.buffer import TILE, KVBuffer
 from tests.conftest import tiny_engine
 from tests.kits import tiny_model
@@ -113,7 +112,7 @@ def test_the_first_keys_of_a_tile_give_the_bits_of_the_whole_tile(dtype, dim):
 
 
 def test_what_stands_behind_the_end_of_a_buffer_is_never_seen():
-    model = CausalModel(tiny_model("llama"))
+    model = probed(tiny_model("llama"))
     ids = torch.randint(256, (2 * TILE,), generator=torch.Generator().manual_seed(0)).tolist()
     clean, dirty = KVBuffer(model.shape, 2 * TILE), KVBuffer(model.shape, 2 * TILE)
     for layer in dirty.layers:
@@ -135,15 +134,15 @@ def test_what_stands_behind_the_end_of_a_buffer_is_never_seen():
 
 
 def test_a_probe_that_finds_a_difference_says_so(monkeypatch):
-    model = CausalModel(tiny_model("llama").to(torch.bfloat16))
-    assert why_not_bitwise(model, model._packed) == ""
+    model = probed(tiny_model("llama").to(torch.bfloat16))
+    assert why_not_bitwise(model, model.packed) == ""
     plain = model.forward
 
     def rounding(ids, buffer, logits):  # As a library whose sums depend on how many tokens a pass has.
         return plain(ids, buffer, logits) * (1 + (len(ids) == 1) / 64)
 
     monkeypatch.setattr(model, "forward", rounding)
-    assert "cut in other places" in why_not_bitwise(model, model._packed)
+    assert "cut in other places" in why_not_bitwise(model, model.packed)
 
 
 def test_masks_of_questions_behind_long_texts_do_not_pile_up():

@@ -20,7 +20,7 @@ from kp_core import load_engine
 from kp_core.engines.hf import identity
 from kp_core.engines.hf.identity import identity_of, load_tokenizer
 from kp_core.engines.hf.loading import bundled_model, load, load_session, watched
-from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.hf.probe import probed
 from kp_core.engines.local.buffer import KVBuffer, default_cache_bytes
 from kp_core.errors import FingerprintMismatchError, ModelChangedError, ModelError, UnsupportedModelError
 from kp_core.packs.fingerprint import NUMERICS
@@ -313,7 +313,7 @@ def test_a_model_of_peft_answers_as_peft_does():
         expected = adapted.eval()(input_ids=ids).logits[0, -1]
         with adapted.disable_adapter():
             plain = adapted(input_ids=ids).logits[0, -1]
-    model = CausalModel(load(adapted, tiny_tokenizer(), None, None)[0])
+    model = probed(load(adapted, tiny_tokenizer(), None, None)[0])
     found = model.forward(ids[0].tolist(), KVBuffer(model.shape, 16))[0]
     assert torch.allclose(found, expected, atol=1e-4)
     assert not torch.allclose(found, plain, atol=1e-2)

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from kp_core.engines.hf import bitwise
-from kp_core.engines.hf.bitwise import pack_weights, pad_rows, rows_agree
-from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.hf import packed, probe
+from kp_core.engines.hf.packed import pack_weights
+from kp_core.engines.hf.probe import pad_rows, probed, rows_agree
 from tests.kits import tiny_model
 from tests.parity.families import model_of
 
 pytestmark = pytest.mark.skipif(
-    not bitwise._is_known(torch.zeros(1, dtype=torch.bfloat16)),
+    not packed._is_known(torch.zeros(1, dtype=torch.bfloat16)),
     reason="oneDNN does not know bfloat16 on this processor",
 )
 
@@ -38,13 +38,13 @@ def test_a_packed_layer_is_the_plain_one(tokens):
 def test_what_would_not_gain_stays_as_it_is(monkeypatch):
     assert pack_weights(layers(torch.float64)) == []
     assert len(pack_weights(layers(torch.float32))) == 2
-    monkeypatch.setattr(bitwise, "_MOST_BYTES", 100)
+    monkeypatch.setattr(packed, "_MOST_BYTES", 100)
     assert pack_weights(layers()) == []
 
 
 def test_the_callers_model_is_left_alone():
     model = tiny_model("llama").to(torch.bfloat16)
-    own = CausalModel(model)
+    own = probed(model)
     assert any("forward" in vars(layer) for layer in own.network.modules() if type(layer) is nn.Linear)
     assert not any("forward" in vars(layer) for layer in model.modules())
 
@@ -56,7 +56,7 @@ def test_rows_are_padded_until_they_agree(dtype):
     wide = nn.Sequential(nn.Linear(2048, 600)).to(dtype)
     products = pack_weights(wide)
     assert pad_rows(list(wide), products)
-    assert products[0].rows in bitwise._LEAST_ROWS
+    assert products[0].rows in probe._LEAST_ROWS
     rows = (torch.randn(64, 2048) * torch.exp(1.5 * torch.randn(64, 2048))).to(dtype)
     with torch.inference_mode():
         whole = wide(rows)
@@ -126,12 +126,9 @@ def test_products_that_depend_on_the_rows_beside_them_are_noticed():
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss", "granitemoehybrid"])
 def test_weights_taken_anew_are_packed_as_before(kind):
     network = model_of(kind, torch.bfloat16)
-    before, after = CausalModel(network), CausalModel(network)
+    before, after = probed(network), probed(network)
     names = [
-        [
-            [name for name, layer in model.network.named_modules() if layer in product.layers]
-            for product in model._packed
-        ]
+        [[name for name, layer in model.network.named_modules() if layer in product.layers] for product in model.packed]
         for model in (before, after)
     ]
     assert names[0] == names[1] != []

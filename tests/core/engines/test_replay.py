@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kp_core import load_engine
+from kp_core.engines.hf.probe import use_replay
 from kp_core.engines.hf.replay import PLAIN_PASSES, ReplayedRows
 from kp_core.engines.local.buffer import KVBuffer
 from tests.kits import tiny_model, tiny_tokenizer
@@ -112,7 +113,7 @@ def test_answers_are_the_same_alone_and_together():
     asked = [f"How many boats are in harbour {number}?" for number in range(4)]
     plain = [engine.generate(text, max_tokens=40, logprobs=True) for text in asked]
     expected = [answer.token_ids for answer in plain]
-    model.use_replay(record)
+    use_replay(model, record)
     assert model.replays.record is record
     assert model.batches
     for at_once in (1, 4):
@@ -155,7 +156,7 @@ def test_questions_are_replayed_for_every_request_that_gets_the_buffer(monkeypat
         return [engine.generate(text, packs=[pack], max_tokens=6, logprobs=True).logits for pack, text in requests]
 
     expected = answers()
-    model.use_replay(record)
+    use_replay(model, record)
     engine.clear_cache()
     answers()
     engine.engine.tree.clear()  # The buffers stay in the pool.
@@ -173,7 +174,7 @@ def test_a_model_that_cannot_be_recorded_decodes_plainly_and_says_why(monkeypatc
     monkeypatch.setattr(layer, "forward", lambda hidden, **more: compute(hidden + 0 * hidden.sum().item(), **more))
     expected = engine.generate("How many boats?", max_tokens=8).token_ids
     with caplog.at_level(logging.WARNING, logger="kp_core"):
-        engine.engine.model.use_replay(record)
+        use_replay(engine.engine.model, record)
     assert engine.engine.model.replays is None
     assert "are not recorded: " in caplog.text
     assert engine.generate("How many boats?", max_tokens=8).token_ids == expected
@@ -189,7 +190,7 @@ def test_a_record_that_does_not_read_its_input_again_is_not_used(dtype, caplog):
         return lambda: output
 
     with caplog.at_level(logging.WARNING, logger="kp_core"):
-        engine.engine.model.use_replay(frozen)
+        use_replay(engine.engine.model, frozen)
     assert engine.engine.model.replays is None
     assert "they give other logits" in caplog.text
 
@@ -198,7 +199,7 @@ def test_a_step_that_stops_being_recordable_goes_on_plainly(monkeypatch, caplog)
     engine = model_with_rows("llama")
     model = engine.engine.model
     expected = engine.generate("How many boats?", max_tokens=8).token_ids
-    model.use_replay(Recorder())
+    use_replay(model, Recorder())
 
     def fails(step):
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
@@ -225,7 +226,7 @@ def test_no_recorded_pass_is_freed_while_another_is_recorded():
         assert not freed
         return record(step)
 
-    engine.engine.model.use_replay(recording)
+    use_replay(engine.engine.model, recording)
     assert record.recorded
     gc.collect()
     assert freed
