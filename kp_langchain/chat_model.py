@@ -36,9 +36,7 @@ from kp_langchain.messages import PROVIDER, last_chunk, to_chunk, to_messages, t
 __all__ = ["ChatKnowledgePacks", "response_schema"]
 
 _OF_LANGCHAIN = ("model", "response_format", "ls_structured_output_format", "strict", "stream", "stream_usage")
-"""Options of a call that only LangChain knows. The last four have no effect here: LangChain binds them for its own
-records, or for the protocols of other providers.
-"""
+"""Options of a call that only LangChain knows. The last four, which it binds for its own use, have no effect here."""
 _DEFINITION = re.compile(r'"#/\$defs/([^"]+)"')
 
 
@@ -88,9 +86,8 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
-        params["ls_provider"] = PROVIDER
-        params["ls_model_name"] = str(kwargs.get("model", self.model_name))
-        return params
+        model_name = str(kwargs.get("model", self.model_name))
+        return LangSmithParams(**{**params, "ls_provider": PROVIDER, "ls_model_name": model_name})
 
     def _resolve_model_profile(self) -> ModelProfile:
         # Only an engine knows `max_input_tokens`; a model's id alone does not load one.
@@ -179,16 +176,14 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         is_model = isinstance(schema, type) and is_basemodel_subclass(schema)
         options["ls_structured_output_format"] = {"kwargs": {"method": method}, "schema": tool}
         parser: BaseOutputParser[Any]
-        if method == "function_calling":
-            model = self.bind_tools([schema], tool_choice=name, **options)
-            parser = (
-                PydanticToolsParser(tools=[model_class], first_tool_only=True)
-                if is_model
-                else JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
-            )
-        elif method in ("json_schema", "json_mode"):
+        model: Runnable[LanguageModelInput, AIMessage]
+        if method in ("json_schema", "json_mode"):
             model = self.bind(response_format=schema, **options)
             parser = PydanticOutputParser(pydantic_object=model_class) if is_model else JsonOutputParser()
+        elif method == "function_calling":
+            model = self.bind_tools([schema], tool_choice=name, **options)
+            parser = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+            parser = PydanticToolsParser(tools=[model_class], first_tool_only=True) if is_model else parser
         else:
             raise ToolError(f"Got method={method!r}; expected 'json_schema', 'function_calling' or 'json_mode'.")
         if not include_raw:

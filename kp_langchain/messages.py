@@ -78,18 +78,15 @@ def to_result(generation: Generation, model_name: str) -> ChatResult:
         **_about(generation, model_name),
     )
     info: dict[str, Any] = {"finish_reason": generation.finish_reason}
-    if generation.logprobs is not None:
-        info["logprobs"] = _logprobs(generation.logprobs)
+    info |= {} if generation.logprobs is None else {"logprobs": _logprobs(generation.logprobs)}
     return ChatResult(generations=[ChatGeneration(message=message, generation_info=info)])
 
 
 def to_chunk(delta: Delta) -> ChatGenerationChunk:
     """One chunk of a stream."""
-    parts = [] if delta.tool_call is None else [delta.tool_call]
-    calls = [
-        tool_messages.tool_call_chunk(name=part.name, args=part.arguments, id=part.id, index=part.index)
-        for part in parts
-    ]
+    calls = []
+    if (part := delta.tool_call) is not None:
+        calls = [tool_messages.tool_call_chunk(name=part.name, args=part.arguments, id=part.id, index=part.index)]
     message = AIMessageChunk(content=delta.text, tool_call_chunks=calls, additional_kwargs=_reasoning(delta.reasoning))
     info = {"logprobs": _logprobs(delta.logprobs)} if delta.logprobs else None
     return ChatGenerationChunk(message=message, generation_info=info)
@@ -114,12 +111,8 @@ def _reasoning(text: str) -> dict[str, Any]:
 def _about(generation: Generation, model_name: str) -> dict[str, Any]:
     """What a message says of its generation. Tokens that packs delivered were not sent, so they are not counted."""
     usage = generation.usage
-    metadata = {
-        "model_name": model_name,
-        "model_provider": PROVIDER,
-        "finish_reason": generation.finish_reason,
-        "kp": usage.to_dict(),
-    }
+    metadata: dict[str, Any] = {"model_name": model_name, "model_provider": PROVIDER}
+    metadata |= {"finish_reason": generation.finish_reason, "kp": usage.to_dict()}
     counts = UsageMetadata(
         input_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens,

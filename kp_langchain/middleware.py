@@ -96,12 +96,8 @@ def _with_packs(request: ModelRequest[Any]) -> ModelRequest[Any]:
         raise TypeError(f"Got an agent on {type(model).__name__}; KnowledgePackMiddleware needs a ChatKnowledgePacks.")
     state: Any = request.state
     # A handle in a summary, or in a message of the user, brings its pack there.
-    listed = {
-        handle
-        for message in request.messages
-        for handle in _handles(message, brought=True)
-        if model.resolves(handle, message.type)
-    }
+    named = [(handle, message.type) for message in request.messages for handle in _handles(message, brought=True)]
+    listed = {handle for handle, role in named if model.resolves(handle, role)}
     # Anybody may write into a state; only handles that resolve are used.
     candidates = [handle for handle in state.get("packs") or () if isinstance(handle, str) and handle not in listed]
     readable = [handle for handle in candidates if model.resolves(handle, "tool")]

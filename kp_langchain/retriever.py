@@ -139,10 +139,9 @@ class WrappedRetriever(PackRetriever):
             for at in range(0, len(ids), _LOOKED_UP):
                 yield from (document.page_content for document in _by_ids(source, ids[at : at + _LOOKED_UP]))
 
+        given = texts if documents is None else lambda _: (document.page_content for document in documents)
         try:
-            removed = self._delivery().sync(
-                texts if documents is None else lambda _: (document.page_content for document in documents)
-            )
+            removed = self._delivery().sync(given)
         except NotImplementedError as error:
             name = type(source).__name__
             raise FactError(f"{name} looks up no ids; give all its documents: `sync(documents)`.") from error
@@ -152,22 +151,21 @@ class WrappedRetriever(PackRetriever):
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **options: Any
     ) -> list[Document]:
         config: RunnableConfig = {"callbacks": run_manager.get_child()}
-        documents = self.retriever.invoke(query, config, **options)
-        with set_config_context(config) as context:
-            return context.run(self._delivered, documents)
+        return self._delivered(self.retriever.invoke(query, config, **options), config)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **options: Any
     ) -> list[Document]:
         config: RunnableConfig = {"callbacks": run_manager.get_child()}
         documents = await self.retriever.ainvoke(query, config, **options)
-        with set_config_context(config) as context:
-            return await asyncio.to_thread(context.run, self._delivered, documents)
+        return await asyncio.to_thread(self._delivered, documents, config)
 
-    def _delivered(self, documents: Sequence[Document]) -> list[Document]:
+    def _delivered(self, documents: Sequence[Document], config: RunnableConfig) -> list[Document]:
         """`documents` with packs, except blank ones, and those that one of our retrievers returned as handles."""
         todo = {at: _to_fact(document, self.namespace) for at, document in enumerate(documents) if _has_text(document)}
-        found = dict(zip(todo, self._delivery().deliver([Hit(fact, 0.0) for fact in todo.values()]), strict=True))
+        with set_config_context(config) as context:
+            results = context.run(self._delivery().deliver, [Hit(fact, 0.0) for fact in todo.values()])
+        found = dict(zip(todo, results, strict=True))
         return [self._packed(document, found[at]) if at in found else document for at, document in enumerate(documents)]
 
 
@@ -228,9 +226,8 @@ class KnowledgePackRetriever(PackRetriever, DocumentIndex):
     def from_retriever(cls, retriever: BaseRetriever, *, store: Packs, **fields: Any) -> WrappedRetriever:
         """A retriever that adds packs to what `retriever` finds; `fields` are those of `WrappedRetriever`."""
         if not isinstance(retriever, BaseRetriever):
-            raise FactError(
-                f"Got {type(retriever)}; expected a LangChain retriever, e.g. `vectorstore.as_retriever()`."
-            )
+            expected = "a LangChain retriever, e.g. `vectorstore.as_retriever()`"
+            raise FactError(f"Got {type(retriever)}; expected {expected}.")
         return WrappedRetriever(retriever=retriever, store=store, **fields)
 
     def upsert(self, items: Sequence[Document], /, **kwargs: Any) -> UpsertResponse:

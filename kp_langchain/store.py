@@ -74,14 +74,8 @@ class PackItem(SearchItem):
 
     def __init__(self, fact: Fact, found: Found, score: float | None = None) -> None:
         item = _about(fact)
-        super().__init__(
-            namespace=tuple(item["namespace"]),
-            key=item["key"],
-            value=item["value"],
-            created_at=item["created"],
-            updated_at=item["updated"],
-            score=score,
-        )
+        times = {"created_at": item["created"], "updated_at": item["updated"]}
+        super().__init__(tuple(item["namespace"]), item["key"], item["value"], **times, score=score)
         self.handle = None if found.handle is None else str(found.handle)
         self.content = found.content
 
@@ -188,9 +182,9 @@ class KnowledgePackStore(BaseStore):
             raise FactError(f"Got ttl={op.ttl} for {op.key!r}; expected minutes above 0, or None for never.")
         created = next((_about(stored)["created"] for stored in self._read(namespace, op.key)), None)
         value, updated = dict(op.value or {}), datetime.fromtimestamp(now, UTC).isoformat()
-        record = {"namespace": op.namespace, "key": op.key, "value": value, "ttl": op.ttl}
+        record = {"namespace": op.namespace, "key": op.key, "value": value, "ttl": op.ttl, "updated": updated}
         try:
-            encoded_record = json.dumps({**record, "created": created or updated, "updated": updated}, allow_nan=False)
+            encoded_record = json.dumps({**record, "created": created or updated}, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise FactError(f"Got {value!r} as {op.key!r}, which JSON cannot say ({error}).") from error
         text, searched = _text(value, op.index or self._fields)

@@ -85,9 +85,8 @@ def to_handles(documents: Iterable[Document], store: Packs | PackView | str) -> 
             if pack is not None and inert(pack.text).strip() == inert(text).strip():
                 document = Document(str(handle), id=document.id, metadata=document.metadata)  # noqa: PLW2901
             else:
-                logger.warning(
-                    "The text of document %s is not that of %s any more; it goes as text.", document.id, handle
-                )
+                changed = "The text of document %s is not that of %s any more; it goes as text."
+                logger.warning(changed, document.id, handle)
         documents_out.append(document)
     return documents_out
 

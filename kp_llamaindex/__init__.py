@@ -28,11 +28,8 @@ __all__ = [
 ]
 
 _PACKED = "use LlamaIndex's `VectorStoreIndex` with `KnowledgePackPostprocessor`"
-_GONE = {
-    "KnowledgePackIndex": _PACKED,
-    "KnowledgePackVectorStore": _PACKED,
-    "PackEvent": "use `kp_core.events.subscribe`",
-}
+_GONE = dict.fromkeys(("KnowledgePackIndex", "KnowledgePackVectorStore"), _PACKED)
+_GONE["PackEvent"] = "use `kp_core.events.subscribe`"
 
 
 def __getattr__(name: str) -> object:

@@ -26,11 +26,9 @@ class KnowledgePackEmbedding(BaseEmbedding):
 
     def __init__(self, embedder: Any = None, **settings: Any) -> None:
         embedder = embedder or SentenceTransformerEmbedder()
-        if settings.get("model_name", embedder.name) != embedder.name:
-            raise FactError(
-                f"Got the embedder {embedder.name!r} and model_name={settings['model_name']!r}. Give the embedder of "
-                f"that model: `embedder=SentenceTransformerEmbedder({settings['model_name']!r})`."
-            )
+        if (name := settings.get("model_name", embedder.name)) != embedder.name:
+            hint = f"Give the embedder of that model: `embedder=SentenceTransformerEmbedder({name!r})`."
+            raise FactError(f"Got the embedder {embedder.name!r} and model_name={name!r}. {hint}")
         super().__init__(**{"model_name": embedder.name, **settings, "embedder": embedder})
 
     @classmethod

@@ -75,10 +75,8 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
     def _refuse_marks(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, str) and value == _GIVEN:
             name = info.field_name
-            raise ValueError(
-                f"Got the description of an LLM that was made with a {name} of its own; expected that {name}: "
-                f"`KnowledgePackLLM.from_dict(data, {name}={name})`."
-            )
+            said = f"Got the description of an LLM that was made with a {name} of its own; expected that {name}: "
+            raise ValueError(f"{said}`KnowledgePackLLM.from_dict(data, {name}={name})`.")
         return value
 
     @model_serializer(mode="wrap")
@@ -100,8 +98,7 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
     @property
     def metadata(self) -> LLMMetadata:
         """Names and sizes. The context window is without `pack_budget`. Loads the engine."""
-        positions = self._engine().max_positions
-        budget = self.pack_budget
+        positions, budget = self._engine().max_positions, self.pack_budget
         if budget is None:
             budget = 0 if self.store is None else positions // 2
         if budget >= positions:
@@ -173,15 +170,14 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
 
         Raises `ValueError` if there are none, unless `error_on_no_tool_call` is false.
         """
-        blocks = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
-        if not blocks and error_on_no_tool_call:
+        calls = []
+        for block in response.message.blocks:
+            if isinstance(block, ToolCallBlock):
+                call_id, arguments = block.tool_call_id or "", _arguments(block.tool_kwargs)
+                calls.append(ToolSelection(tool_id=call_id, tool_name=block.tool_name, tool_kwargs=arguments))
+        if not calls and error_on_no_tool_call:
             raise ValueError(f"Expected at least one tool call, got none in: {response.message.content!r}")
-        return [
-            ToolSelection(
-                tool_id=block.tool_call_id or "", tool_name=block.tool_name, tool_kwargs=_arguments(block.tool_kwargs)
-            )
-            for block in blocks
-        ]
+        return calls
 
     def _prepare_chat_with_tools(  # noqa: PLR0913 - LlamaIndex's signature
         self,
@@ -267,10 +263,7 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
         if (compacts or any(map(self._remembers, messages))) and given_options.get("keep") is None:
             request |= self.remembering()
         if "tools" in request:
-            request["tools"] = [
-                tool.metadata.to_openai_tool(skip_length_check=True) if isinstance(tool, BaseTool) else tool
-                for tool in request["tools"]
-            ]
+            request["tools"] = list(map(_offer, request["tools"]))
         return request
 
     def _remembers(self, message: ChatMessage) -> bool:
@@ -280,6 +273,10 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
         handles = (handle for *_, handle in find_handles(message.content or ""))
         packs = (self.store.peek(handle) for handle in handles if handle.namespace in self.namespaces)
         return any(pack is not None and MEMORY in pack.provenance for pack in packs)
+
+
+def _offer(tool: Any) -> Any:
+    return tool.metadata.to_openai_tool(skip_length_check=True) if isinstance(tool, BaseTool) else tool
 
 
 def _arguments(given: dict[str, Any] | str) -> dict[str, Any]:

@@ -66,13 +66,12 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
 
     def text(self) -> str:
         """The text of all packs. Raises `PackNotFoundError` if the store lacks one of them."""
-        texts = []
+        text = ""
         for handle in self.handles:
-            pack = self.store.peek(Handle.parse(handle))
-            if pack is None:
+            if (pack := self.store.peek(Handle.parse(handle))) is None:
                 raise PackNotFoundError(f"{self.store!r} has no pack {handle}, which this memory holds.")
-            texts.append(pack.text)
-        return "".join(texts)
+            text += pack.text
+        return text
 
     async def _aget(self, messages: list[ChatMessage] | None = None, **block_kwargs: Any) -> str:
         return "\n".join(self.handles)

@@ -124,13 +124,8 @@ def to_response(generation: Generation, delta: str | None = None) -> ChatRespons
 
 def to_completion(response: ChatResponse) -> CompletionResponse:
     """A chat response as a completion response."""
-    return CompletionResponse(
-        text=response.message.content or "",
-        delta=response.delta,
-        logprobs=response.logprobs,
-        raw=response.raw,
-        additional_kwargs=response.additional_kwargs,
-    )
+    shared = {name: getattr(response, name) for name in ("delta", "logprobs", "raw", "additional_kwargs")}
+    return CompletionResponse(text=response.message.content or "", **shared)
 
 
 def _logprobs(token: TokenLogprob) -> list[LogProb]:
@@ -144,10 +139,10 @@ def _message(text: str, reasoning: str, calls: Sequence[ToolCallBlock]) -> ChatM
     # Templates separate calls by blank lines, which are not text of the answer.
     if text.strip() or not calls:
         blocks.append(TextBlock(text=text))
-    written = [
-        call.tool_kwargs if isinstance(call.tool_kwargs, str) else json.dumps(call.tool_kwargs) for call in calls
-    ]
-    openai = [tool_call(call.tool_name, args, call.tool_call_id) for call, args in zip(calls, written, strict=True)]
+    openai = []
+    for call in calls:
+        arguments = call.tool_kwargs if isinstance(call.tool_kwargs, str) else json.dumps(call.tool_kwargs)
+        openai.append(tool_call(call.tool_name, arguments, call.tool_call_id))
     extra = {"tool_calls": openai} if openai else {}
     return ChatMessage(role=MessageRole.ASSISTANT, blocks=[*blocks, *calls], additional_kwargs=extra)
 

@@ -98,15 +98,12 @@ class NumberSources(BaseNodePostprocessor):
     def _postprocess_nodes(
         self, nodes: Sequence[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        return [
-            NodeWithScore(node=_labelled(scored.node, f"Source {number}:"), score=scored.score)
-            for number, scored in enumerate(nodes, 1)
-        ]
-
-
-def _labelled(node: BaseNode, label: str) -> PackNode:
-    pack_node: PackNode = node if isinstance(node, PackNode) else PackNode.from_node(node)
-    return pack_node.model_copy(update={"label": label})
+        numbered = []
+        for number, scored in enumerate(nodes, 1):
+            node = scored.node if isinstance(scored.node, PackNode) else PackNode.from_node(scored.node)
+            node = node.model_copy(update={"label": f"Source {number}:"})
+            numbered.append(NodeWithScore(node=node, score=scored.score))
+        return numbered
 
 
 def _digest(text: str) -> str:
@@ -117,13 +114,8 @@ def to_node(fact: Fact, handle: str = "") -> PackNode:
     """A node of the fact's text; its title, source and metadata are the node's, and the model does not see them."""
     about = {"title": fact.title, "source": fact.source}
     metadata = {**{name: value for name, value in about.items() if value}, **fact.metadata}
-    node = TextNode(
-        id_=fact.id,
-        text=fact.text,
-        metadata=metadata,
-        excluded_llm_metadata_keys=list(metadata),
-        excluded_embed_metadata_keys=list(metadata),
-    )
+    node = TextNode(id_=fact.id, text=fact.text, metadata=metadata)
+    node.excluded_llm_metadata_keys = node.excluded_embed_metadata_keys = list(metadata)
     return PackNode.from_node(node, handle)
 
 

@@ -19,7 +19,7 @@ from llama_index.core.vector_stores.types import MetadataFilters
 from kp_core import Fact, FactStore, Session
 from kp_core.banks import Hit, Reranker
 from kp_core.banks.compiling import open_facts
-from kp_core.banks.delivery import Delivery, Precompile
+from kp_core.banks.delivery import Delivery
 from kp_core.errors import FactError
 from kp_core.packs.view import Packs
 from kp_core.plan.request import CompiledFor, refuse_unknown
@@ -32,16 +32,8 @@ __all__ = ["KnowledgePackPostprocessor", "KnowledgePackRetriever"]
 _PACKING = ("engine", "namespace", "unit", "compiled_for", "lazy", "precompile", "compress")
 
 
-def _delivery_of(  # noqa: PLR0913 - one keyword per part it is made of
-    facts: FactStore | None,
-    store: Packs,
-    *,
-    engine: Session | None = None,
-    namespace: str = "default",
-    compiled_for: CompiledFor = "user",
-    lazy: bool = False,
-    precompile: Precompile = "idle",
-    **settings: Any,
+def _delivery_of(
+    facts: FactStore | None, store: Packs, *, engine: Session | None = None, lazy: bool = False, **settings: Any
 ) -> Delivery:
     """The `Delivery` of facts or of any nodes, with LlamaIndex's defaults; `settings` are other options of `_PACKING`.
 
@@ -49,9 +41,8 @@ def _delivery_of(  # noqa: PLR0913 - one keyword per part it is made of
     `precompile="now"` before a search returns.
     """
     refuse_unknown(settings, _PACKING, "The packing of nodes")
-    kv: Literal["lazy", "stored"] = "lazy" if lazy else "stored"
-    settings |= {"namespace": namespace, "precompile": precompile}
-    return Delivery(facts, engine, store, kv=kv, compiled_for=compiled_for, **settings)
+    settings = {"namespace": "default", "compiled_for": "user", "precompile": "idle"} | settings
+    return Delivery(facts, engine, store, kv="lazy" if lazy else "stored", **settings)
 
 
 class KnowledgePackRetriever(BaseRetriever):
@@ -99,9 +90,11 @@ class KnowledgePackRetriever(BaseRetriever):
             score_threshold=self.score_cutoff,
             rerank=self.rerank,
         )
-        handles = ["" if result.handle is None or self.content == "text" else str(result.handle) for result in results]
-        pairs = zip(results, handles, strict=True)
-        return [NodeWithScore(node=to_node(result.unit, handle), score=result.hit.score) for result, handle in pairs]
+        nodes = []
+        for result in results:
+            handle = "" if result.handle is None or self.content == "text" else str(result.handle)
+            nodes.append(NodeWithScore(node=to_node(result.unit, handle), score=result.hit.score))
+        return nodes
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return await asyncio.to_thread(self._retrieve, query_bundle)
