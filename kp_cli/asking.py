@@ -49,24 +49,13 @@ class _AskOptions(SearchOptions, ModelOptions, PlaceOptions):
     """Options for facts, for packs and for the model."""
 
     unit: Annotated[Unit, typer.Option(help="What a pack holds.")] = "fact"
-    kv: Annotated[
-        KV | None, typer.Option(help="Whether packs store their KV. Default: stored; lazy if the engine gives no KV.")
-    ] = None
+    kv: Annotated[KV | None, typer.Option(help="Whether packs store KV. Default: if the engine gives it.")] = None
     composer: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="How several packs are answered: exact; select, from those that the question looks at; auto, as "
-            "`kp calibrate` found; or approximately: splice, packet.",
-        ),
+        str, typer.Option(metavar="NAME", help="How several packs are answered: exact, select, auto, splice, packet.")
     ] = "exact"
     mismatch: Annotated[Mismatch, typer.Option(help="What to do with a pack of another model or dtype.")] = "error"
-    steering: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Answer with a steering that `kp steer make` wrote.")
-    ] = None
-    alpha: Annotated[float | None, typer.Option(help="Strength of --steering. Default: as calibrated, else 0.7.")] = (
-        None
-    )
+    steering: Annotated[Path | None, typer.Option(help="Answer with this steering, a file of `kp steer make`.")] = None
+    alpha: Annotated[float | None, typer.Option(help="Strength of --steering; default: calibrated, or 0.7.")] = None
 
     def asked(self) -> dict[str, Any]:
         """These options as options of a request."""
@@ -144,10 +133,7 @@ def _converse(place: str, options: _AskOptions, k: int, max_tokens: int) -> None
 
 
 class _Asker:
-    """A collection, its packs and a model, open until `stack` closes.
-
-    With `lazy`, packs are made without KV. `once` is for a process that answers one question.
-    """
+    """A collection, its packs (without KV if `lazy`) and a model, open until `stack` closes; `once`: one question."""
 
     def __init__(  # noqa: PLR0913 - what a command was given
         self,

@@ -24,10 +24,7 @@ _ROW = "expected an object with the string 'question', and where there are 'answ
 def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
     place: Place,
     questions: Annotated[
-        Path,
-        typer.Argument(
-            metavar="JSONL", help="Questions, an object a line: question, and where there are answer, passages, kind."
-        ),
+        Path, typer.Argument(metavar="JSONL", help="An object a line: question; optional answer, passages, kind.")
     ],
     *,
     k: Annotated[int, typer.Option("-k", min=2, help="How many facts, for a question without passages.")] = 5,

@@ -68,26 +68,15 @@ class SourceOptions:
     ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="Facts expire after this time.")] = None
     on_error: Annotated[OnError, typer.Option(help="What to do with rows that are no facts.")] = "raise"
     max_chars: Annotated[int, typer.Option(help="Cut longer paragraphs of texts and documents; in characters.")] = 2000
-    encoding: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Encoding of text that is not UTF-8, e.g. cp1252.")
-    ] = None
+    encoding: Annotated[str | None, typer.Option(help="Encoding of text that is not UTF-8, e.g. cp1252.")] = None
 
     def facts(self, files: Sequence[Path], skipped: list[SourceError]) -> Iterator[Fact]:
-        """The facts in `files`. Skipped rows go to `skipped`.
-
-        A missing file raises `SourceError` at once, before anything is read or written.
-        """
+        """The facts in `files`; skipped rows go to `skipped`. A missing file raises `SourceError` at once."""
         for file in files:
             if str(file) != STDIN:
                 existing(file)
-        return read_facts(
-            files,
-            max_chars=self.max_chars,
-            encoding=self.encoding,
-            on_error=self.on_error,
-            skipped=skipped.append,
-            namespace=self.namespace,
-        )
+        settings = {name: getattr(self, name) for name in ("max_chars", "encoding", "on_error", "namespace")}
+        return read_facts(files, skipped=skipped.append, **settings)
 
 
 @spread
@@ -95,10 +84,7 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     place: Place,
     files: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="[FILE...]",
-            help="JSON lines, CSV, text, Markdown, Word, PDF, HTML, slides, sheets, folders; - is standard input.",
-        ),
+        typer.Argument(help="JSON lines, CSV, text, Markdown, Word, PDF, HTML, slides, sheets, folders; - for stdin."),
     ] = None,
     *,
     fact: Annotated[list[str] | None, typer.Option("--fact", metavar="TEXT", help="A fact; may be repeated.")] = None,
@@ -106,11 +92,7 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     title: Annotated[str, typer.Option(help="Title of --fact.")] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Replace facts that have the same ids.")] = False,
     bank_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Make banks now, each of about N facts. Default: make them when needed, of the size used before.",
-        ),
+        int | None, typer.Option(min=1, help="Make banks now, each of about N facts. Default: when they are needed.")
     ] = None,
     source: SourceOptions,
     options: PlaceOptions,
@@ -121,11 +103,7 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     unit: _Unit = "fact",
     kv: Annotated[KV, typer.Option(help="Whether --compile stores KV, or text alone.")] = "stored",
     compress: Annotated[
-        Compression | None,
-        typer.Option(
-            help="How KV is stored: none as it is, lossless in fewer bytes. Default: none; a server stores it as its "
-            "`kp serve --compress` says."
-        ),
+        Compression | None, typer.Option(help="How KV is stored; default: none, at a server as `kp serve --compress`.")
     ] = None,
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
@@ -177,10 +155,7 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
     old: Annotated[str, typer.Option(help="The statement to correct, exactly as written; it must occur once.")],
     new: Annotated[str, typer.Option(help="The corrected statement.")],
     how: Annotated[
-        editing.How,
-        typer.Option(
-            help="amend: add a line that corrects it; overwrite: replace its KV (approximate); rebuild: compute anew."
-        ),
+        editing.How, typer.Option(help="amend: add a correcting line; overwrite: its KV (approximate); rebuild: anew.")
     ] = "amend",
     options: PlaceOptions,
     model: ModelOptions,
@@ -260,10 +235,7 @@ def _ingest(
     skipped: list[SourceError],
     **settings: Any,  # noqa: ANN401 - those of `FactStore.add`
 ) -> dict[str, Any]:
-    """Add facts, with a progress bar that counts bytes of the files.
-
-    Returns as JSON: the result for the facts, the rows in `skipped`, and the number of facts in the collection.
-    """
+    """Add facts, with a progress bar that counts bytes of the files. Returns the result as JSON."""
 
     def read() -> Iterator[Fact]:
         for fact in facts:
@@ -319,10 +291,7 @@ def _compile(delivery: Delivery, session: Session, *, as_json: bool) -> dict[str
 
 
 def _compile_there(server: Compiles, units: Sequence[Fact], unit: Unit) -> None:
-    """Have a server compile texts, several at a time, so that it can batch them. It answers at once for stored packs.
-
-    Refused texts are left out, with a warning. Raises `ModelError` if the server is away or refuses the key.
-    """
+    """Have a server compile texts, several at a time, so that it can batch them. It warns of refused texts."""
 
     def compiled(fact: Fact) -> None:
         try:

@@ -61,10 +61,7 @@ def mcp(
 
 
 def memory_server(facts: FactStore, delivery: Callable[[], Delivery], namespace: str) -> MCPServer[Any]:
-    """A server whose tools read and write `facts` of `namespace`, as packs. Tools call `delivery` when they need it.
-
-    Errors of this project become errors of the tool, with their reason. Raises `MissingDependencyError` without `mcp`.
-    """
+    """A server whose tools read and write `facts` of `namespace`, as packs. Tools call `delivery` when they need it."""
     with needing("kp mcp needs version 2 of mcp", "mcp"):
         from mcp.server.mcpserver import MCPServer
         from mcp.server.mcpserver.exceptions import ToolError

@@ -22,9 +22,7 @@ packet = typer.Typer(
     help="Soft tokens around packs (KV Packet), so that documents compose without computing: train and measure them.",
 )
 
-_Documents = Annotated[
-    str, typer.Argument(metavar="DOCUMENTS", help="A collection, or a file or folder as for `kp build`.")
-]
+_Documents = Annotated[str, typer.Argument(metavar="DOCUMENTS", help="A collection, or a file or folder.")]
 
 
 @packet.command()
@@ -37,10 +35,7 @@ def train(  # noqa: PLR0913 - one parameter per setting
     steps: Annotated[int, typer.Option(help="Most steps.")] = 1000,
     batch: Annotated[int, typer.Option(help="Samples of one step.")] = 2,
     documents: Annotated[tuple[int, int], typer.Option(metavar="FROM TO", help="Documents of one sample.")] = (1, 10),
-    tokens: Annotated[tuple[int, int], typer.Option(metavar="FROM TO", help="Their length; longer ones are cut.")] = (
-        128,
-        1024,
-    ),
+    tokens: Annotated[tuple[int, int], typer.Option(help="Their length; longer ones are cut.")] = (128, 1024),
     every: Annotated[int, typer.Option(help="Steps between two looks at held-out documents.")] = 50,
     minutes: Annotated[float | None, typer.Option(help="Stop then, with the best so far. Default: no limit.")] = None,
     read: PlaceOptions,

@@ -46,9 +46,7 @@ def serve(  # noqa: C901, PLR0913 - one parameter per option, and their checks
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="The --new-key may compile and delete packs, too.")] = False,
     namespace: _Namespaces = ["default"],  # noqa: B006 - typer reads it
-    host: Annotated[str, typer.Option(help="The address to listen at; other than this machine needs --keys.")] = (
-        "127.0.0.1"
-    ),
+    host: Annotated[str, typer.Option(help="Where to listen; other than this machine needs --keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     dtype: Annotated[str, typer.Option(help="As of vLLM's --dtype.")] = "auto",
     compress: Annotated[

@@ -66,10 +66,7 @@ def _own_requests(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitabl
 
 
 def serve(world: World, port: int | None = None) -> gr.Blocks:
-    """Open the page on the loopback interface, by default on the first free port from 7860. `close` ends it.
-
-    Raises `ModelError` for a port that is in use.
-    """
+    """Open the page on this machine. Raises `ModelError` for a port that is in use."""
     # Warm up: the first answer of a process is slow, and the first question's packs would pay for it.
     world.session.generate("Hello", max_tokens=1, reuse=False)
     page = make_page(world)

@@ -57,8 +57,8 @@ def read_facts(  # noqa: PLR0913 - every setting has a default that works
     and in its subfolders are read, except names that begin with a dot. `namespace` applies to facts that do not name
     one. `encoding` is the text encoding; the default is UTF-8, or what an HTML page declares.
 
-    Raises `SourceError`, naming file and line or page, for anything unreadable; with `on_error="skip"` it is logged,
-    passed to `skipped`, and skipped.
+    Raises `SourceError`, naming file and line or page, for anything unreadable; `on_error="skip"` logs it, passes it to
+    `skipped`, and goes on.
     """
     if on_error not in {"raise", "skip"}:
         raise SourceError(f"Got on_error={on_error!r}; expected 'raise' or 'skip'.")
