@@ -23,7 +23,7 @@ from kp_core.engines.local.buffer import memory_bytes
 from kp_core.errors import CacheBudgetError, MissingDependencyError, ModelError, UnsupportedModelError
 from kp_llama.state import BUILDS, TYPES
 
-__all__ = ["MOST_SEQUENCES", "Context", "Row"]
+__all__ = ["MOST_SEQUENCES", "Context", "Tokens"]
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -34,7 +34,7 @@ MOST_SEQUENCES = 30
 _NO_CELL = 1  # What `llama_decode` returns if no cells are free.
 _ERROR = 4  # The level of errors in the log of llama.cpp.
 
-Row: TypeAlias = tuple[int, int, Sequence[int]]
+Tokens: TypeAlias = tuple[int, int, Sequence[int]]
 """A sequence, the position of its first new token, and its new tokens."""
 
 
@@ -128,7 +128,9 @@ class Context:
         size = self.lib.llama_model_meta_val_str(self.model, name.encode(), text, len(text))
         return text.value.decode(errors="replace") if size >= 0 else None
 
-    def decode(self, rows: Sequence[Row], outputs: Literal["none", "last", "all"] = "last") -> npt.NDArray[np.float32]:
+    def decode(
+        self, rows: Sequence[Tokens], outputs: Literal["none", "last", "all"] = "last"
+    ) -> npt.NDArray[np.float32]:
         """Compute tokens of several sequences in one pass. Returns logits `(outputs, vocabulary)`, of each row in turn.
 
         Raises `CacheBudgetError` without free cells, and `ModelError` if llama.cpp fails; then no row has new tokens.

@@ -17,7 +17,7 @@ from kp_core.errors import CacheBudgetError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.plan.plan import Limit
 from kp_core.rope import Rope
-from kp_llama.context import Context, Row
+from kp_llama.context import Context, Tokens
 from kp_llama.state import measured_shape, read_state, state_size, write_state
 
 __all__ = ["LlamaModel", "SequenceBuffer", "SequencePool"]
@@ -96,7 +96,7 @@ class LlamaModel:
 
         def decode() -> Tensor:
             logits = self.context.decode(
-                [buffer.row(ids) for buffer, ids in zip(sequences, tokens, strict=True)], outputs
+                [buffer.with_tokens(ids) for buffer, ids in zip(sequences, tokens, strict=True)], outputs
             )
             for buffer, ids in zip(sequences, tokens, strict=True):
                 buffer.passed(buffer.length + len(ids))
@@ -120,7 +120,7 @@ class SequenceBuffer(KVBuffer):
         """See `KVBuffer.length`. Only the thread of llama.cpp changes it."""
         return self._length
 
-    def row(self, ids: Sequence[int]) -> Row:
+    def with_tokens(self, ids: Sequence[int]) -> Tokens:
         """`ids` behind the tokens of this sequence, for `Context.decode`."""
         return self.id, self._length, ids
 

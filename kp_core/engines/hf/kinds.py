@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -18,6 +21,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from kp_core.engines.hf.attention import Sees
 from kp_core.engines.local.buffer import BufferLayer, CacheShape, KVBuffer, StateShape
 from kp_core.errors import UnsupportedModelError
 
@@ -26,6 +30,7 @@ __all__ = [
     "WINDOW_SIZES",
     "CacheKind",
     "LayersDone",
+    "Network",
     "cache_of",
     "cache_parameter",
     "kind_of",
@@ -345,3 +350,46 @@ def measured_shape(model: Any, windows: Sequence[int | None]) -> CacheShape:  # 
             "load it on one."
         )
     return CacheShape(tuple(shapes), first_keys.dtype, first_keys.device, devices=devices)
+
+
+class Network:
+    """A model of transformers, in a view of its own, and the shape of what it caches.
+
+    Raises `UnsupportedModelError`, with the reason, for architectures that packs cannot serve.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.kind = kind_of(model.config)
+        self.network: Any = _own_view(model).eval()
+        """The model itself, for code that needs gradients."""
+        self.config: Any = self.network.config
+        self.text: Any = self.config.get_text_config(decoder=True)
+        """The part of the configuration for the language model."""
+        self.device: torch.device = self.network.device
+        self.vocabulary = int(self.network.get_output_embeddings().weight.shape[0])
+        """Length of the logits, which may be longer than the tokenizer's vocabulary."""
+        self.keeps_logits = "logits_to_keep" in inspect.signature(self.network.forward).parameters
+        """Whether a pass can return the logits of some tokens alone."""
+        self.shape = measured_shape(self.network, self.kind.windows)
+
+    @property
+    def sees(self) -> list[Sees]:
+        """What a token sees in each layer."""
+        return [Sees(window or 0, self.kind.is_chunked) for window in self.kind.windows]
+
+    def keep(self, last: int | Tensor) -> dict[str, Any]:
+        """Arguments of a pass that returns the logits of its `last` tokens alone, or of those at some indices.
+
+        Empty if the model returns all logits.
+        """
+        return {"logits_to_keep": last} if self.keeps_logits else {}
+
+
+def _own_view(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the modules that shares the tensors, so that the caller's model keeps its own attention setting.
+
+    RoPE frequencies are copied, because `longrope` writes them in every pass.
+    """
+    shared = (buffer for name, buffer in model.named_buffers() if not name.endswith("inv_freq"))
+    tensors = chain(model.parameters(), shared)
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

@@ -254,7 +254,8 @@ def load(
         if tokenizer is None:
             raise ModelError("Got a model object without its tokenizer; pass `tokenizer=` too.")
         return _as_given(model, target_device, target_dtype, options), tokenizer
-    _check_places(device, options.get("device_map"))
+    if device is not None and "device_map" in options:
+        raise ModelError(f"Got device={device!r} and device_map={options['device_map']!r}; expected one of them.")
     target_device = target_device or best_device()
     target_dtype = target_dtype or best_dtype(target_device)
     place, file = place_of(model)
@@ -301,18 +302,6 @@ def _check_folder(folder: Path, options: Mapping[str, Any]) -> None:
         )
     if folder.is_dir() and "revision" in options:
         raise ModelError(f"Got revision={options['revision']!r} for the folder {str(folder)!r}, which has none.")
-
-
-def _check_places(device: object, device_map: object) -> None:
-    """Raise `ModelError` if both arguments are given, or if `device_map` leaves weights on disk or on `meta`."""
-    if device is not None and device_map is not None:
-        raise ModelError(f"Got device={device!r} and device_map={device_map!r}; expected one of them.")
-    places = device_map.values() if isinstance(device_map, Mapping) else (device_map,)
-    if absent := {"disk", "meta"} & set(map(str, places)):
-        raise ModelError(
-            f"Got a device_map that leaves weights on {min(absent)!r}, where no pass can use them. Give all of them a "
-            "device that computes, or take a smaller model."
-        )
 
 
 def _check_room(

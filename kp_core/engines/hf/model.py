@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kp_core.engines.hf.attention import Sees, attend
+from kp_core.engines.hf.attention import attend
 from kp_core.engines.hf.kinds import (
     LayersDone,
+    Network,
     cache_of,
     cache_parameter,
-    kind_of,
-    measured_shape,
     placed_cache_of,
     positions_of,
     rope_parameters,
@@ -46,7 +44,7 @@ LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """Variables of the environment that limit which instruction sets torch and oneDNN compute with."""
 
 
-class CausalModel:
+class CausalModel(Network):
     """Runs the forward passes of a Hugging Face causal LM over KV buffers.
 
     It computes as the model was loaded, one answer at a time; `hf.probe.probed` makes it use what works here. Raises
@@ -54,25 +52,15 @@ class CausalModel:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.kind = kind_of(model.config)
-        self.network: Any = _own_view(model).eval()
-        """The model itself, for code that needs gradients."""
-        self.config: Any = self.network.config
-        self._text: Any = self.config.get_text_config(decoder=True)
-        self.max_positions = positions_of(self._text)
-        self.device: torch.device = self.network.device
-        self.vocabulary = int(self.network.get_output_embeddings().weight.shape[0])
-        """Length of the logits, which may be longer than the tokenizer's vocabulary."""
-        configs = (self.config, self._text, getattr(self.network, "generation_config", None))
+        super().__init__(model)
+        configs = (self.config, self.text, getattr(self.network, "generation_config", None))
         ends = (getattr(config, "eos_token_id", None) for config in configs)
         self.end_tokens = frozenset(chain.from_iterable([end] if isinstance(end, int) else end or () for end in ends))
-        parameters = inspect.signature(self.network.forward).parameters
+        self.max_positions = positions_of(self.text)
         self._takes_cache = cache_parameter(self.network)
         # Some models with different layers count positions from 0 in each pass.
+        parameters = inspect.signature(self.network.forward).parameters
         self._takes_positions = self.kind.is_recurrent and "position_ids" in parameters
-        self.keeps_logits = "logits_to_keep" in parameters
-        """Whether a pass can return the logits of some tokens alone."""
-        self.shape = measured_shape(self.network, self.kind.windows)
         self.forks = self.device.type == "cpu" and not self.shape.devices
         self.attends = False
         """Whether its attention is tiled (`hf.attention`)."""
@@ -106,18 +94,6 @@ class CausalModel:
         # oneDNN does not tell what it was limited to, nor does it follow torch's limit.
         names += [f"{name}={limit.upper()}" for name in LIMITS if (limit := os.environ.get(name))]
         return dtype, self.engine, f"tiles of {TILE}, torch {version}, {' '.join(names)}"
-
-    @property
-    def sees(self) -> list[Sees]:
-        """What a token sees in each layer."""
-        return [Sees(window or 0, self.kind.is_chunked) for window in self.kind.windows]
-
-    def keep(self, last: int | Tensor) -> dict[str, Any]:
-        """Arguments of a pass that returns the logits of its `last` tokens alone, or of those at some indices.
-
-        Empty if the model returns all logits.
-        """
-        return {"logits_to_keep": last} if self.keeps_logits else {}
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], buffer: KVBuffer, logits: int = 1) -> Tensor:
@@ -260,7 +236,7 @@ class CausalModel:
         with the length, without RoPE, or with keys whose rotation does not match.
         """
         self._refuse_moving()
-        kind = rope_parameters(self._text).get("rope_type", "default")
+        kind = rope_parameters(self.text).get("rope_type", "default")
         if kind in ("dynamic", "longrope"):
             raise UnsupportedRequestError(
                 f"The keys of this model cannot be moved: the frequencies of its RoPE ({kind}) change with the length. "
@@ -269,7 +245,7 @@ class CausalModel:
         frequencies = getattr(getattr(self.network.base_model, "rotary_emb", None), "inv_freq", None)
         if frequencies is None:
             raise UnsupportedRequestError("The keys of this model cannot be moved: it has no rotary embedding.")
-        ids = torch.randint(self._text.vocab_size, (2,), generator=torch.Generator().manual_seed(0)).tolist()
+        ids = torch.randint(self.text.vocab_size, (2,), generator=torch.Generator().manual_seed(0)).tolist()
         near, far = (
             KVTensors.concat(self.forward_at([token], position) for token in ids) for position in (1, 1 + _APART)
         )
@@ -299,13 +275,3 @@ class CausalModel:
 def _close(found: Tensor, expected: Tensor) -> bool:
     tolerance = 1e-3 if expected.dtype == torch.float32 else 0.02
     return bool((found.float() - expected.float()).norm() <= tolerance * expected.float().norm())
-
-
-def _own_view(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the modules that shares the tensors, so that the caller's model keeps its own attention setting.
-
-    RoPE frequencies are copied, because `longrope` writes them in every pass.
-    """
-    shared = (buffer for name, buffer in model.named_buffers() if not name.endswith("inv_freq"))
-    tensors = chain(model.parameters(), shared)
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

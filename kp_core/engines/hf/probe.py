@@ -191,7 +191,7 @@ def _probe_rows(model: CausalModel) -> list[KVBuffer]:
 
 def _probe_ids(model: CausalModel) -> list[int]:
     """Random tokens: the first of a vocabulary are special ones, behind which some models amplify rounding errors."""
-    vocabulary, generator = model.config.get_text_config(decoder=True).vocab_size, torch.Generator().manual_seed(0)
+    vocabulary, generator = model.text.vocab_size, torch.Generator().manual_seed(0)
     return list(torch.randint(vocabulary, (2 * PROBE,), generator=generator).tolist())
 
 
@@ -204,7 +204,7 @@ def _probe_logits(model: CausalModel, edges: Sequence[int] = (0, PROBE, 2 * PROB
 @contextmanager
 def _narrowed(model: CausalModel) -> Iterator[None]:
     """Shorten sliding windows to a few tokens, so that a probe is longer than a window."""
-    kind, text, sizes = model.kind, model.config.get_text_config(decoder=True), dict[str, int]()
+    kind, text, sizes = model.kind, model.text, dict[str, int]()
     try:
         model.kind = replace(kind, windows=tuple(size and min(size, _NARROW) for size in kind.windows))
         for name in WINDOW_SIZES if any(kind.windows) else ():
@@ -273,7 +273,7 @@ def _activations_agree(model: CausalModel) -> bool:
 
     torch divides the elements among threads, and computes the last few of each part differently.
     """
-    width = getattr(model.network.config.get_text_config(decoder=True), "intermediate_size", None)
+    width = getattr(model.text, "intermediate_size", None)
     if not isinstance(width, int):
         return True
     rows = max(_FEWEST_ROWS, _DIVIDED // width | 1)
@@ -296,7 +296,7 @@ def _activations_agree(model: CausalModel) -> bool:
 def _attention_agrees(model: CausalModel) -> bool:
     """Whether attention over more than two tiles gives the same bits in parts, for each shape of heads."""
     generator = torch.Generator().manual_seed(0)
-    config = model.network.config.get_text_config(decoder=True)
+    config = model.text
     for kv_heads, dim, value_dim in sorted(set(model.shape.layers)):
         heads = max(kv_heads, int(getattr(config, "num_attention_heads", kv_heads)) // kv_heads * kv_heads)
         query, key, value = (

@@ -15,19 +15,17 @@ from contextlib import contextmanager
 from functools import cache
 from inspect import signature
 from itertools import chain
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 from weakref import finalize
 
 import torch
 from torch import Tensor
 
 from kp_core.engines.hf.attention import Sees, by_products
+from kp_core.engines.hf.kinds import Network
 from kp_core.engines.hf.rows import cache_of_rows
 from kp_core.engines.local.buffer import BufferLayer, KVBuffer
 from kp_core.engines.local.scheduler import is_out_of_memory
-
-if TYPE_CHECKING:
-    from kp_core.engines.hf.model import CausalModel
 
 __all__ = ["PLAIN_PASSES", "Record", "ReplayedRows", "Replays", "capturing"]
 
@@ -46,7 +44,7 @@ _MOST_TOGETHER = 32  # Groups of answers whose steps are kept. Each takes some m
 class Replays:
     """The passes of a model that `record` recorded, each kept as long as its buffers."""
 
-    def __init__(self, model: CausalModel, record: Record) -> None:
+    def __init__(self, model: Network, record: Record) -> None:
         self._model, self.record = model, record
         self._together: dict[tuple[int, ...], ReplayedRows] = {}
         """Steps of several answers, by the ids of their buffers. The least recently used are first."""
@@ -97,7 +95,7 @@ class ReplayedRows:
     """
 
     @torch.inference_mode()
-    def __init__(self, model: CausalModel, buffers: Sequence[KVBuffer], record: Record | None, width: int = 1) -> None:
+    def __init__(self, model: Network, buffers: Sequence[KVBuffer], record: Record | None, width: int = 1) -> None:
         self._model, self._sees, self._width = model, model.sees, width
         self._layers = [buffer.layers for buffer in buffers]
         self._record = record

@@ -6,19 +6,16 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kp_core.engines.hf.attention import attend, grouped_rows, joined, keys_to_read, tile_of_each, tiles_of
+from kp_core.engines.hf.kinds import Network
 from kp_core.engines.local.buffer import TILE, BufferLayer, KVBuffer
 from kp_core.engines.local.model import Memory
 from kp_core.engines.local.tree import common_tokens
-
-if TYPE_CHECKING:
-    from kp_core.engines.hf.model import CausalModel
 
 __all__ = ["Rows", "RowsLayer", "cache_of_rows", "run_ragged"]
 
@@ -36,7 +33,7 @@ class Rows:
     """
 
     @torch.inference_mode()
-    def __init__(self, model: CausalModel, buffers: Sequence[KVBuffer], memory: Memory | None = None) -> None:
+    def __init__(self, model: Network, buffers: Sequence[KVBuffer], memory: Memory | None = None) -> None:
         """Copies of the rows' own tiles are made in `memory`. Rows that used it before must not step again."""
         self._model, self._buffers, self._sees = model, tuple(buffers), model.sees
         layers = [at for at, sees in enumerate(self._sees) if not sees.window]
@@ -102,7 +99,7 @@ class Rows:
 
 
 @torch.inference_mode()
-def run_ragged(model: CausalModel, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
+def run_ragged(model: Network, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
     """Run `tokens`, one list per buffer, as one sequence, in which each row attends over its own buffer.
 
     Returns the last logits, `(rows, vocabulary)`.
