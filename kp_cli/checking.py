@@ -1,4 +1,4 @@
-"""`kp status`, `kp verify`: show what a collection, a store or a pack file holds, and check it."""
+"""`kp status`, `kp verify`: show what a collection, a store or an entry of one holds, and check it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ from kp_core.banks.delivery import Delivery, Unit
 from kp_core.banks.store import BANK_SIZE
 from kp_core.errors import FactError, FactStoreLockedError, KnowledgePackError, PackError
 from kp_core.packs.codec import Compression
-from kp_core.packs.file import read_pack
+from kp_core.packs.entry import EntryFile, open_entry
 from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.store import default_room
 from kp_core.session.session import Session
 
 __all__ = ["status", "verify"]
@@ -51,7 +52,7 @@ _COUNTS = ("packs", "with_kv", "tokens", "bytes")
 def status(  # noqa: PLR0913 - one parameter per option or group of options
     paths: Annotated[
         list[str],
-        typer.Argument(metavar="PATH...", help="A collection, a store of packs or a pack file; --cost: or texts."),
+        typer.Argument(metavar="PATH...", help="A collection, a store of packs or an entry of one; --cost: or texts."),
     ],
     *,
     cost: Annotated[
@@ -77,7 +78,7 @@ def status(  # noqa: PLR0913 - one parameter per option or group of options
 
 
 def _about(path: str, options: PlaceOptions) -> tuple[dict[str, Any], list[RenderableType]]:
-    """What a collection, a store or a pack file holds, as JSON and for people."""
+    """What a collection, a store or an entry of one holds, as JSON and for people."""
     if is_collection(path):
         with options.open(path, read_only=True) as facts:
             report, folder = _about_collection(facts), options.folder(path, facts)
@@ -88,16 +89,14 @@ def _about(path: str, options: PlaceOptions) -> tuple[dict[str, Any], list[Rende
     if is_store(path):
         packs = _about_store(path)
         return packs, _store_table(packs)
-    pack = _read_pack(path)
+    file = _read_entry(path)
     report = {
-        "text": pack.text,
-        "namespace": pack.namespace,
-        "tokens": len(pack.token_ids),
-        "prefix_tokens": len(pack.prefix),
-        "kv_bytes": pack.nbytes,
-        "compression": pack.compression,
-        "fingerprint": pack.fingerprint.to_dict(),
-        "provenance": dict(pack.provenance),
+        "owners": sorted(file.entry.owners),
+        "tokens": len(file.entry.token_ids),
+        "prefix_tokens": file.entry.at,
+        "label": file.entry.label,
+        "compression": file.compression,
+        "fingerprint": file.entry.model.to_dict(),
         "file_bytes": Path(path).stat().st_size,
     }
     return report, [table_of(report)]
@@ -170,7 +169,7 @@ def _check(path: str, options: PlaceOptions) -> tuple[list[str], list[str], str]
         faults += [f"The pack {handle}: {reason}" for handle, reason in PackStore(packs).verify()]
     elif not is_collection(path):
         try:
-            _read_pack(path)
+            _read_entry(path).read()
         except PackError as error:
             faults = [str(error)]
     return faults, orphans, packs
@@ -191,7 +190,8 @@ def _repair(path: str, options: PlaceOptions, packs: str) -> list[str]:
         store = PackStore(packs)
         for handle, _ in list(store.verify()):
             try:
-                store.get(handle)
+                for pack in list(store.entries(handle)):
+                    store.get(handle, pack.key)  # It deletes what is damaged.
             except PackError as error:
                 lost.append(f"The pack {handle}: {error}")
     return lost
@@ -237,14 +237,14 @@ def _difference(session: Session, store: PackStore, handle: str, pack: Knowledge
     return "its tokens are those of its text at no position of the template; it is computed again at each use."
 
 
-def _read_pack(path: str) -> KnowledgePack:
-    """The pack in a file. Raises `FactError` if there is no file, `PackError` if it is not a pack or damaged."""
+def _read_entry(path: str) -> EntryFile:
+    """The entry in a file. Raises `FactError` if there is no file, `PackError` if it is no entry or damaged."""
     if not Path(path).is_file():
-        raise FactError(f"{path} is neither a collection, nor a store of packs, nor a pack file. {_HINT}")
+        raise FactError(f"{path} is neither a collection, nor a store of packs, nor the entry of one. {_HINT}")
     try:
-        return read_pack(Path(path).read_bytes())
+        return open_entry(Path(path).read_bytes())
     except PackError as error:
-        raise PackError(f"{path} is no pack file, or damaged: {error}") from error
+        raise PackError(f"{path} is no entry of a store, or damaged: {error}") from error
 
 
 def _about_collection(store: ChromaFactStore) -> dict[str, Any]:
@@ -294,9 +294,9 @@ def _about_store(path: str) -> dict[str, Any]:
         "fingerprints": dict(Counter(entry.fingerprint.id for entry in entries)),
         "kept": {
             "entries": len(kept),
-            "tokens": sum(len(entry.token_ids) for entry in kept),
-            "bytes": sum(entry.nbytes for entry in kept),
-            "max_bytes": store.keep_bytes,
+            "tokens": sum(len(entry.token_ids) for entry, _ in kept),
+            "bytes": sum(size for _, size in kept),
+            "max_bytes": store.max_bytes or default_room(store.blobs),
         },
         "sources": sorted(sources.values(), key=lambda row: -(row["used"] or 0)),
     }

@@ -16,7 +16,7 @@ from rich.console import Group
 from kp_cli import waiting
 from kp_cli.shared import ERRORS, JsonFlag, ModelOptions, spread, table_of, tell
 from kp_core.packs.blobs import FolderBlobs
-from kp_core.packs.store import default_keep_bytes
+from kp_core.packs.store import default_room
 
 __all__ = ["doctor"]
 
@@ -47,7 +47,7 @@ def doctor(*, model: ModelOptions, as_json: JsonFlag = False) -> None:
 def _machine() -> dict[str, Any]:
     import torch
 
-    kept = default_keep_bytes(FolderBlobs("."))
+    kept = default_room(FolderBlobs("."))
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
@@ -55,7 +55,7 @@ def _machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_gb": round(pages * size / 1e9, 1),
         "free_disk_gb": round(shutil.disk_usage(".").free / 1e9, 1),
-        "store_of_packs": f"packs without a bound (max_bytes), KV behind them up to {kept / 1e9:.1f} GB (keep_bytes)",
+        "store_of_packs": f"packs without a bound (max_bytes), KV behind them up to {kept / 1e9:.1f} GB",
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
 

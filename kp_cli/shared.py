@@ -52,7 +52,7 @@ Place = Annotated[
     str, typer.Argument(metavar="COLLECTION", help="The folder of the collection, or the URL of a Chroma server.")
 ]
 TargetPath = Annotated[
-    str, typer.Argument(metavar="PATH", help="A collection, a store of packs (a folder or a URL), or a pack file.")
+    str, typer.Argument(metavar="PATH", help="A collection, a store of packs (a folder or a URL), or an entry of one.")
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Where = Annotated[

@@ -1,4 +1,4 @@
-"""Every exception this package raises on purpose, and its one warning.
+"""Every exception this package raises on purpose.
 
     KnowledgePackError
     ├── PromptError       TemplateError (ShortTextError), HandleError, ToolError, ContextOverflowError
@@ -8,8 +8,7 @@
     └── OptionError, UnsupportedRequestError, SamplingError, SteeringError, WrapperError, CacheBudgetError, BusyError,
         GenerationTimeoutError
 
-A store warns with `PackCorruptWarning`, a `RuntimeWarning`, when it sets a damaged file aside. Each message says what
-was got, what was expected and what to do.
+Each message says what was got, what was expected and what to do.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ __all__ = [
     "ModelError",
     "OptionError",
     "PackCorruptError",
-    "PackCorruptWarning",
     "PackError",
     "PackNotFoundError",
     "PromptError",
@@ -51,6 +49,7 @@ _GONE: Mapping[str, str] = {
     "co_compile": "`keep='always'` keeps what a request computes behind other packs",
     "compress='int8'": "'lossless' stores KV in fewer bytes, kv='lazy' stores text alone",
     "composer='naive'": "'splice' moves packs to their positions",
+    "keep_bytes": "`max_bytes` bounds all KV of a store; a request with keep='never' keeps nothing",
     "deterministic": "an engine computes in one way, bit for bit where it supports 'bitwise'",
     "from_collection": "an adapter delivers what your own retriever finds (docs/vector-stores.md)",
     "order": "packs stand as they are given: give them in the order of an earlier request",
@@ -153,11 +152,7 @@ class PackNotFoundError(PackError, LookupError):
 
 
 class PackCorruptError(PackError):
-    """A damaged pack file, and no intact text to rebuild it from."""
-
-
-class PackCorruptWarning(RuntimeWarning):
-    """A damaged pack file went to quarantine. The pack has lost its KV, which its next use computes again."""
+    """A damaged file: of an entry, which is computed again from its text, or of a text."""
 
 
 class QuotaError(PackError):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from vllm.config import VllmConfig
@@ -33,7 +33,7 @@ from kp_core.rope import Rope
 from kp_serve.asked import digest_of
 from kp_serve.blocks import PagedKV, layer_names
 from kp_serve.rights import Rights, server_key
-from kp_serve.stored import Reader, StoredKV, StoredRun
+from kp_serve.stored import Part, Reader, StoredKV, named
 
 __all__ = ["PackConnector"]
 
@@ -44,11 +44,16 @@ _ERRORS = (OSError, KnowledgePackError)
 _THREADS = 2  # They read from disk, verify and copy; memory bandwidth is the limit.
 
 
+_Parts: TypeAlias = tuple[tuple[Part, ...], tuple[str, ...]]
+"""Consecutive parts of a prompt, and the namespaces that its request may read."""
+
+
 @dataclass(frozen=True)
 class Move:
-    """Tokens `start:stop` of a request and their blocks. Their KV is loaded from `run`, or stored as `run`."""
+    """Tokens `start:stop` of a request and their blocks. Their KV is loaded from `parts`, or stored as these."""
 
-    run: StoredRun
+    parts: tuple[Part, ...]
+    namespaces: tuple[str, ...]
     start: int
     stop: int
     blocks: tuple[int, ...]
@@ -98,11 +103,11 @@ class _Loading:
             self._pool.shutdown()
             self._pool = None
             for move in filter(self._is_wanted, self._moves):
-                logger.info("Loaded %d tokens of %s.", move.stop - move.start, move.run)
+                logger.info("Loaded %d tokens of %s.", move.stop - move.start, named(move.parts))
 
     def _opened(self, move: Move, stored: StoredKV) -> list[Reader]:
         try:
-            return stored.open(move.run, move.start, move.stop, len(self._cache.layers))
+            return stored.open(move.parts, move.namespaces, move.start, move.stop, len(self._cache.layers))
         except _ERRORS as error:
             self._fail(move, error)
             return []
@@ -123,7 +128,7 @@ class _Loading:
 
     def _fail(self, move: Move, error: Exception) -> None:
         if self._is_wanted(move):
-            logger.warning("%s cannot be loaded, and its request fails: %s", move.run, error)
+            logger.warning("%s cannot be loaded, and its request fails: %s", named(move.parts), error)
         with self._lock:
             self.failed.update(move.blocks)
 
@@ -141,7 +146,7 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
 
     vLLM makes one in its scheduler and one in each worker. At the start, raises `ModelError` if dtype, cache dtype or
     failure policy differ from the configured ones, and `UnsupportedModelError` for caches that packs do not fit. If KV
-    cannot be read, its request fails (`kv_load_failure_policy="fail"`); the store has then set it aside, and the next
+    cannot be read, its request fails (`kv_load_failure_policy="fail"`); the entry is then deleted, and the next
     request computes it.
     """
 
@@ -159,9 +164,9 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         self._cache: PagedKV | None = None
         self._places: dict[str, int] = {}
         self._loading: _Loading | None = None
-        self._found: dict[str, tuple[StoredRun, int]] = {}
+        self._found: dict[str, tuple[_Parts, int]] = {}
         self._loads: list[Move] = []
-        self._wanted: dict[str, StoredRun] = {}
+        self._wanted: dict[str, _Parts] = {}
         self._failed: set[int] = set()
         self._unsafe: set[int] = set()
 
@@ -180,11 +185,11 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         if rights.tokens:
             names = rights.namespaces if is_text and digest_of(ids) == rights.tokens else ()
             if rights.keeps and names and self._ranks == 1 and rights.keeps.stop == request.num_prompt_tokens:
-                self._wanted[request.request_id] = StoredRun((rights.keeps,), names)
+                self._wanted[request.request_id] = (rights.keeps,), names
             if rights.begins:
                 # If a part cannot be read, the request fails: plain KV under the salt of altered KV would give
                 # wrong answers, now and later.
-                return self._claim(request, StoredRun(rights.begins, names), num_computed_tokens), False
+                return self._claim(request, (rights.begins, names), num_computed_tokens), False
         if not is_text or not ids or request.prompt_embeds is not None:
             return 0, False
         try:
@@ -194,16 +199,16 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
             return 0, False
 
     def _match(self, request: Any, rights: Rights, computed: int) -> int:  # noqa: ANN401
-        for run in islice(self._stored.find(request.prompt_token_ids, rights.namespaces), _TRIED):
-            if self._stored.has(run, computed):
-                return self._claim(request, run, computed)
+        for parts in islice(self._stored.find(request.prompt_token_ids, rights.namespaces), _TRIED):
+            if self._stored.has(parts, rights.namespaces, computed):
+                return self._claim(request, (parts, rights.namespaces), computed)
             if rights.save and self._ranks == 1:
-                self._wanted.setdefault(request.request_id, run)
+                self._wanted.setdefault(request.request_id, (parts, rights.namespaces))
         return 0
 
-    def _claim(self, request: Any, run: StoredRun, computed: int) -> int:  # noqa: ANN401
+    def _claim(self, request: Any, run: _Parts, computed: int) -> int:  # noqa: ANN401
         # The last token is always computed, for its logits.
-        stop: int = min(run.stop, request.num_prompt_tokens - 1)
+        stop: int = min(run[0][-1].stop, request.num_prompt_tokens - 1)
         if stop > computed:
             self._found[request.request_id] = (run, computed)
         return max(stop - computed, 0)
@@ -216,9 +221,9 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         run, start = loading
         self._loads.append(self._move(run, start, start + num_external_tokens, blocks.get_block_ids()[0]))
 
-    def _move(self, run: StoredRun, start: int, stop: int, blocks: Sequence[int]) -> Move:
+    def _move(self, run: _Parts, start: int, stop: int, blocks: Sequence[int]) -> Move:
         size = self._vllm_config.cache_config.block_size
-        return Move(run, start, stop, tuple(blocks[start // size : -(-stop // size)]))
+        return Move(*run, start, stop, tuple(blocks[start // size : -(-stop // size)]))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What to load before this step, and to store after it."""
@@ -229,9 +234,9 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
             computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             for name, scheduled in scheduler_output.num_scheduled_tokens.items():
                 run = self._wanted.get(name)
-                if run is not None and computed.get(name, 0) + scheduled >= run.stop:
+                if run is not None and computed.get(name, 0) + scheduled >= run[0][-1].stop:
                     blocks = scheduler_output.kv_connector_block_state.get_block_ids(name)[0]
-                    moves.saves.append(self._move(run, run.start, run.stop, blocks))
+                    moves.saves.append(self._move(run, run[0][0].start, run[0][-1].stop, blocks))
                     del self._wanted[name]
         return moves
 
@@ -281,10 +286,10 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
                 if self._cache is not None:
                     first = move.start % self._cache.block_size
                     kv = self._cache.read(move.blocks, first + move.stop - move.start)
-                    self._stored.write(move.run, kv.slice(first, kv.tokens))
-                    logger.info("Stored %d tokens of %s.", move.stop - move.start, move.run)
+                    self._stored.write(move.parts, kv.slice(first, kv.tokens))
+                    logger.info("Stored %d tokens of %s.", move.stop - move.start, named(move.parts))
             except _ERRORS as error:
-                logger.warning("The KV of %s was not stored: %s", move.run, error)
+                logger.warning("The KV of %s was not stored: %s", named(move.parts), error)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks that could not be loaded; vLLM fails their requests."""

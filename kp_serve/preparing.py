@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 
 from kp_core.compose.packet import PacketComposer
+from kp_core.packs.entry import Entry
+from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
-from kp_core.packs.kept import KeptEntry
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.plan.plan import Region
 from kp_serve.access import Access
 from kp_serve.asked import Placed, blocks_as_json, digest_of, moved_packs, steered
 from kp_serve.rights import Rights, salt_of
 from kp_serve.state import ServerState
-from kp_serve.stored import KeptPart, PackPart, Part, is_compiled
+from kp_serve.stored import Part, is_compiled
 from kp_serve.wire import HTTPError, Visit
 
 __all__ = ["laid_steps", "prepared", "steered_steps"]
 
 _MOST_BYTES = 8 * 2**20
-_BEFORE = "altered KV"  # `KeptPart.before` of such entries begins with this.
 _Step: TypeAlias = tuple[list[int] | Tensor, Rights]
 """A prompt, and the rights with which it is computed."""
 
@@ -53,14 +53,20 @@ async def prepared(desk: ServerState, visit: Visit, body: dict[str, Any]) -> tup
     else:
         blocks, packs = steered(kp_options, ids, desk.identity)
         packs = await asyncio.to_thread(_readable, packs, desk, visit.access)
-        steps, computed = steered_steps(visit.access.namespaces, desk.key, ids, blocks, packs), 0
+        steps = steered_steps(visit.access.namespaces, desk.key, desk.identity, ids, blocks, packs)
+        computed = 0
     *earlier, (_, rights) = steps
     computed += await _computed(desk, visit, earlier, f"What is {purpose}", last_is_all=not moves)
     return rights, computed
 
 
-def steered_steps(
-    names: tuple[str, ...], key: bytes, ids: list[int], blocks: Sequence[Region], packs: Placed
+def steered_steps(  # noqa: PLR0913 - a prompt, and who asks
+    names: tuple[str, ...],
+    key: bytes,
+    model: ModelFingerprint,
+    ids: list[int],
+    blocks: Sequence[Region],
+    packs: Placed,
 ) -> list[_Step]:
     """The requests for a prompt with steered blocks: one for each block, then the client's own.
 
@@ -71,7 +77,7 @@ def steered_steps(
     steps, parts = list[_Step](), tuple[Part, ...]()
     for number, block in enumerate(blocks):
         prefix_ids, label = ids[: block.stop], _label(blocks[:number], packs)
-        kept_part = _kept(names, label, prefix_ids, 0, packs)
+        kept_part = _kept(names, model, label, prefix_ids, 0, packs)
         # One salt per step: a block is plain in its own step, and altered in the next.
         steps.append(_step(names, salt_of(names, key, label), prefix_ids, parts, kept_part))
         parts = (replace(kept_part, block=json.dumps(blocks_as_json([block]))),)
@@ -84,14 +90,14 @@ def laid_steps(names: tuple[str, ...], key: bytes, ids: list[int], moved: Sequen
     Such a text is computed behind everything before it. A server computes only what follows the loaded KV. So each
     request computes one text, behind the packs and texts before it, and its KV is kept.
     """
-    labels = ["splice", *map(repr, moved)]
+    labels = ["splice", *(f"{part.start}:{part.entry.key}" for part in moved)]
     # One salt for all steps: each finds in vLLM's prefix cache what the step before left there.
     salt = salt_of(names, key, "\0".join(labels))
     steps, parts, position = list[_Step](), list[Part](), 0
     for number, part in enumerate(moved):
         if position < part.start:
             prefix_ids, label = ids[: part.start], "\0".join(labels[: number + 1]) if number else ""
-            kept_part = _kept(names, label, prefix_ids, position, packs)
+            kept_part = _kept(names, part.entry.model, label, prefix_ids, position, packs)
             steps.append(_step(names, salt, prefix_ids, parts, kept_part))
             parts.append(kept_part)
         parts.append(part)
@@ -100,7 +106,7 @@ def laid_steps(names: tuple[str, ...], key: bytes, ids: list[int], moved: Sequen
 
 
 def _step(
-    names: tuple[str, ...], salt: str, ids: list[int], begins: Sequence[Part], keeps: KeptPart | None = None
+    names: tuple[str, ...], salt: str, ids: list[int], begins: Sequence[Part], keeps: Part | None = None
 ) -> _Step:
     return ids, Rights(names, salt, tokens=digest_of(ids), begins=tuple(begins), keeps=keeps)
 
@@ -111,13 +117,14 @@ def _label(blocks: Sequence[Region], packs: Placed) -> str:
     return "\0".join([*names, *sorted(handle for handle, start in packs if blocks and start < blocks[-1].stop)])
 
 
-def _kept(names: tuple[str, ...], label: str, ids: list[int], start: int, packs: Placed) -> KeptPart:
+def _kept(  # noqa: PLR0913 - what an entry is of
+    names: tuple[str, ...], model: ModelFingerprint, label: str, ids: list[int], start: int, packs: Placed
+) -> Part:
     """The tokens of `ids` from `start` on, as a part to keep. `label` says how the KV before them is altered."""
+    before = blake2b(f"{label}\0{digest_of(ids[:start])}".encode(), digest_size=16).hexdigest()
     # Readers of other namespaces have other entries, so that durations do not reveal what others ask.
-    label_source = "\0".join([",".join(sorted(names)), label, digest_of(ids[:start])])
-    label_before = f"{_BEFORE} {blake2b(label_source.encode(), digest_size=32).hexdigest()}"
-    handles = tuple(handle for handle, at in packs if at < len(ids))
-    return KeptPart(start, tuple(ids[start:]), start, label_before, handles, min(names))
+    owners = frozenset((*names, *(handle for handle, at in packs if at < len(ids))))
+    return Part(start, Entry(model, start, before, tuple(ids[start:]), owners))
 
 
 async def _computed(
@@ -132,7 +139,7 @@ async def _computed(
     def missing() -> list[_Step]:
         missing_steps = list[_Step]()
         for prompt, rights in reversed(steps):
-            if rights.keeps and not desk.store.has_kept(rights.keeps.key(desk.identity), rights.namespaces):
+            if rights.keeps and not desk.store.has(rights.keeps.entry, rights.namespaces):
                 missing_steps.append((prompt, rights))
             elif last_is_all:
                 break
@@ -186,8 +193,7 @@ async def _moved(desk: ServerState, visit: Visit, field: dict[str, Any], ids: li
     for (start, stop, handle), pack in zip(spans, packs, strict=True):
         span_ids = tuple(ids[start:stop])
         if composer is not None:
-            key = KeptEntry.wrapped(desk.identity, composer.key, prefix, span_ids, handle)
-            part = KeptPart(start, span_ids, key.at, key.before, key.packs)
+            part = Part(start, Entry.of_pack(handle, desk.identity, prefix, span_ids, composer.key))
             computed += await _wrapped(desk, visit, part, prefix, composer)
             parts.append(part)
             continue
@@ -195,21 +201,21 @@ async def _moved(desk: ServerState, visit: Visit, field: dict[str, Any], ids: li
             visit.need_write()
             await desk.fill(visit, pack)
             computed += len(span_ids)  # Without the prefix, which is not counted again.
-        parts.append(PackPart(start, span_ids, handle, prefix))
+        parts.append(Part(start, Entry.of_pack(handle, desk.identity, prefix, span_ids)))
     return laid_steps(visit.access.namespaces, desk.key, ids, parts, starts), computed
 
 
-async def _wrapped(desk: ServerState, visit: Visit, part: KeptPart, prefix: Prefix, soft: PacketComposer) -> int:
+async def _wrapped(desk: ServerState, visit: Visit, part: Part, prefix: Prefix, soft: PacketComposer) -> int:
     """Have a pack compiled between its soft tokens, unless it is kept. Returns the number of computed tokens."""
-    if await asyncio.to_thread(desk.store.has_kept, part.key(desk.identity), visit.access.namespaces):
+    if await asyncio.to_thread(desk.store.has, part.entry, visit.access.namespaces):
         return 0
     visit.need_write()
-    prompt = await asyncio.to_thread(_embedded, desk, prefix, part.token_ids, soft)
+    prompt = await asyncio.to_thread(_embedded, desk, prefix, part.entry.token_ids, soft)
     # A random salt: KV of embeddings, which have no token ids, is found only in the store.
-    kept_part = replace(part, start=part.at)
+    kept_part = replace(part, start=part.entry.at)
     rights = Rights(visit.access.namespaces, secrets.token_hex(16), tokens=digest_of(()), keeps=kept_part)
     await _computed(desk, visit, [(prompt, rights)], "The pack between its soft tokens")
-    return len(part.token_ids)
+    return len(part.entry.token_ids)
 
 
 def _embedded(desk: ServerState, prefix: Prefix, token_ids: Sequence[int], soft: PacketComposer) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 from kp_core.errors import ModelError
 from kp_core.packs.handle import check_namespace
-from kp_serve.stored import KeptPart, Part, part_of
+from kp_serve.stored import Part
 
 __all__ = ["KEY_VARIABLE", "Rights", "salt_of", "server_key"]
 
@@ -40,12 +40,12 @@ class Rights:
     expires: float = 0.0
     tokens: str = ""
     begins: tuple[Part, ...] = ()
-    keeps: KeptPart | None = None
+    keeps: Part | None = None
 
     def sign(self, key: bytes) -> dict[str, str]:
         """The signed rights as `kv_transfer_params` of a request. Without `expires` they last an hour."""
         claims = asdict(self) | {"expires": self.expires or time.time() + _LIVES}
-        text = base64.urlsafe_b64encode(json.dumps(claims, sort_keys=True).encode()).decode()
+        text = base64.urlsafe_b64encode(json.dumps(claims, sort_keys=True, default=sorted).encode()).decode()
         return {_PARAMETER: f"{text}.{_mac(key, text)}"}
 
     @classmethod
@@ -64,7 +64,7 @@ class Rights:
             return None
         is_over, kept = claims["expires"] <= time.time(), claims["keeps"]
         names = () if is_over else tuple(map(check_namespace, claims["namespaces"]))
-        claims |= {"begins": tuple(map(part_of, claims["begins"])), "keeps": kept and part_of(kept)}
+        claims |= {"begins": tuple(map(Part.of, claims["begins"])), "keeps": kept and Part.of(kept)}
         if is_over and not claims["begins"]:
             return None
         return cls(**claims | {"namespaces": names, "save": claims["save"] and not is_over})

@@ -174,7 +174,7 @@ FAULTS = (
         "if name == 'weights' and mine[name] != theirs[name]}",
         "tests/core/packs/test_fingerprint.py",
     ),
-    Fault("kp_core/packs/file.py", "!= self.digests[index]:", "== 'none':", "tests/core/packs/test_file.py"),
+    Fault("kp_core/packs/entry.py", "!= self.digests[index]:", "== 'none':", "tests/core/packs/test_entry.py"),
     Fault(
         "kp_core/packs/envelope.py",
         'if metadata["digest"] != self._digest',

@@ -17,9 +17,9 @@ from kp_core.banks.embed import Embedder, SentenceTransformerEmbedder
 from kp_core.errors import FactError, PackNotFoundError, PromptError, ShortTextError
 from kp_core.events import log_event
 from kp_core.packs.codec import Compression, check_compression
-from kp_core.packs.file import encode_pack
+from kp_core.packs.entry import Entry, encode_entry
 from kp_core.packs.handle import Handle
-from kp_core.packs.pack import KnowledgePack, PackKey
+from kp_core.packs.pack import KnowledgePack, PackKey, encode_text
 from kp_core.packs.view import Packs
 from kp_core.plan.request import CompiledFor
 from kp_core.session.session import Session
@@ -172,16 +172,26 @@ def compile_cost(
     scale = sum(map(len, texts)) / sum(map(len, sample))
     counted = list(engine.build_packs(sample, lazy=True, progress=False, on_short=lambda *_: None))
     tokens = round(scale * sum(len(pack.token_ids) for pack in counted))
-    nbytes = scale * sum(encode_pack(pack).nbytes + len(pack.text.encode()) for pack in counted)
+    nbytes = scale * sum(len(encode_text([pack])) for pack in counted)
     # The first pack of a process is slow: kernels load, and the common prefix is computed.
     timed = [pack.text for pack in counted[:: max(1, len(counted) // _TIMED)]]
     list(engine.build_packs(timed[:1], lazy=lazy, progress=False))
     began = time.perf_counter()
     packs = list(engine.build_packs(timed, lazy=lazy, compress=compress, progress=False))
     seconds = (time.perf_counter() - began) * sum(map(len, texts)) / max(1, sum(map(len, timed)))
-    stored = sum(encode_pack(pack).nbytes - encode_pack(pack.without_kv()).nbytes for pack in packs)
+    stored = sum(_size(pack) for pack in packs)
     kv = stored / max(1, sum(len(pack.token_ids) for pack in packs))
     return tokens, round(nbytes + kv * tokens), seconds
+
+
+def _size(pack: KnowledgePack) -> int:
+    """The bytes of the entry of `pack`."""
+    if pack.kv is None:
+        return 0
+    handle = Handle(pack.namespace, "a" * 21)
+    return encode_entry(
+        Entry.of_pack(handle, pack.fingerprint, pack.prefix, pack.token_ids), pack.kv, pack.compression
+    ).nbytes
 
 
 def estimate_units(facts: Iterable[Fact], unit: Unit, bank_size: int) -> list[Fact]:

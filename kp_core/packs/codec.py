@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from kp_core.errors import PackCorruptError, PackError, gone
@@ -58,10 +59,13 @@ def decode(data: Buffer, dtype: torch.dtype, shape: Sequence[int], name: str) ->
     return torch.from_numpy(words.view(np.uint8)).view(dtype).view(tuple(shape))
 
 
-def digest(found: Tensor | Buffer) -> str:
-    """Return the BLAKE2b digest (16 bytes, as hexadecimal digits) of bytes or of a tensor's bytes."""
+def digest(found: Tensor | Buffer, *, is_forgeable: bool) -> str:
+    """Return a digest (16 bytes, as hexadecimal digits) of bytes or of a tensor's bytes.
+
+    XXH3 is ten times as fast as BLAKE2b; it finds damage, but whoever writes the bytes can forge it.
+    """
     data = found.contiguous().view(-1).view(torch.uint8).numpy().data if isinstance(found, Tensor) else found
-    return blake2b(data, digest_size=16).hexdigest()
+    return xxhash.xxh3_128_hexdigest(data) if is_forgeable else blake2b(data, digest_size=16).hexdigest()
 
 
 def in_threads(act: Callable[[_In], _Out], items: Sequence[_In], nbytes: int) -> list[_Out]:

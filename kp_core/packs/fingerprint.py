@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
@@ -15,10 +14,6 @@ NUMERICS = ("dtype", "engine", "passes")
 """The fields that affect only rounding; all other fields are the identity of the model."""
 OVERWRITTEN = "/overwrite:"
 """Part of the dtype of KV that was edited in place; the digest of the edit follows."""
-
-_UNTIL_4 = ("chunk_tokens", "cuts")  # Fields that file versions 2 to 4 have in place of `passes`.
-_ROUNDED = "/int8"  # Suffix of the dtype of KV that release 0.2 rounded to eight bits.
-_EARLIER = re.compile(r"cut by rule (.*) every (.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -59,15 +54,6 @@ class ModelFingerprint:
         """One digest of the fields that identify the model."""
         return _digest(value for name, value in self.to_dict().items() if name not in NUMERICS)
 
-    @property
-    def is_earlier(self) -> bool:
-        """Whether an earlier release computed the KV, with numerics that no engine has today."""
-        return _EARLIER.fullmatch(self.passes) is not None or self.dtype.endswith(_ROUNDED)
-
-    def in_full(self) -> ModelFingerprint:
-        """The fingerprint before an earlier release rounded the KV to eight bits."""
-        return replace(self, dtype=self.dtype.removesuffix(_ROUNDED))
-
     def is_edit_of(self, model: ModelFingerprint) -> bool:
         """Whether this is KV of `model` that `kp_core.edit.overwrite` changed."""
         dtype, overwritten, _ = self.dtype.partition(OVERWRITTEN)
@@ -87,27 +73,17 @@ class ModelFingerprint:
         """Return a fingerprint that differs from that of every model in every field."""
         return cls(**{field.name: "unknown" for field in fields(cls)})
 
-    def to_dict(self, version: str = "5") -> dict[str, str]:
-        """Return the fields by name, as files of that format version store them."""
-        values = {name: str(value) for name, value in vars(self).items()}
-        if version != "5":
-            match = _EARLIER.fullmatch(values.pop("passes"))
-            values["cuts"], values["chunk_tokens"] = match.groups() if match else ("unknown", "unknown")
-        return values
+    def to_dict(self) -> dict[str, str]:
+        """Return the fields by name."""
+        return {name: str(value) for name, value in vars(self).items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> ModelFingerprint:
         """Parse the output of `to_dict`; raises `PackCorruptError` if fields are missing, unknown or not strings."""
         names = {field.name for field in fields(cls)}
-        earlier = names - {"passes"} | {*_UNTIL_4}
-        if set(data) not in (names, earlier) or not all(isinstance(value, str) for value in data.values()):
+        if set(data) != names or not all(isinstance(value, str) for value in data.values()):
             raise PackCorruptError(f"Got the fingerprint fields {sorted(data)}; expected strings for {sorted(names)}.")
-        values = {name: str(value) for name, value in data.items()}
-        if set(values.values()) == {"unknown"}:
-            return cls.unknown()
-        if "passes" not in values:
-            values["passes"] = f"cut by rule {values.pop('cuts')} every {values.pop('chunk_tokens')}"
-        return cls(**values)
+        return cls(**{name: str(value) for name, value in data.items()})
 
 
 def _digest(values: Iterable[str]) -> str:

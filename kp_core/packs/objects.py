@@ -219,7 +219,7 @@ class LocalCopies:
 
     Every copy ends with its digest, so damage on the local disk is never taken for damage in the storage. fsspec's
     `filecache` has no byte budget, raises when a disk refuses, and does not check its copies: with it, 12 damaged
-    copies made the store move all 12 packs to quarantine.
+    copies made the store take all 12 entries for damaged.
     """
 
     def __init__(self, place: str, max_bytes: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -11,18 +12,36 @@ from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
-from kp_core.errors import FingerprintMismatchError, PackError, SteeringError
+from kp_core.errors import FingerprintMismatchError, KnowledgePackError, PackCorruptError, PackError, SteeringError
 from kp_core.kv import KVTensors
+from kp_core.packs.blobs import Buffer
 from kp_core.packs.codec import Compression, check_compression
+from kp_core.packs.envelope import string, to_json
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import check_namespace
 
 if TYPE_CHECKING:
     from kp_core.steering import Steering
 
-__all__ = ["Correction", "Edit", "Edits", "KnowledgePack", "PackKey", "Prefix", "common_length", "root_of"]
+__all__ = [
+    "Correction",
+    "Edit",
+    "Edits",
+    "KnowledgePack",
+    "PackKey",
+    "Prefix",
+    "check_integers",
+    "common_length",
+    "decode_text",
+    "encode_text",
+    "root_of",
+    "split_text",
+]
 
-_EDITS = "kp:edits"  # Key in the provenance of a pack, which every file version stores.
+logger = logging.getLogger(__name__)
+
+_EDITS = "kp:edits"  # Key in the provenance of a pack.
+_LARGEST_INT = 2**53 - 1  # The largest integer that every JSON reader keeps exact.
 
 Prefix: TypeAlias = tuple[int, ...]
 """The tokens before a pack when its KV was computed; empty at the start of a prompt."""
@@ -229,3 +248,82 @@ def common_length(left: Sequence[object], right: Sequence[object]) -> int:
         if mine != theirs:
             return at
     return min(len(left), len(right))
+
+
+def encode_text(packs: Sequence[KnowledgePack]) -> bytes:
+    """Return the text file of a pack: one line of JSON about it, then the text, byte for byte.
+
+    `packs` are the same text as compiled for each model and prefix; the KV of each is an `Entry`. Equal packs give
+    equal bytes. Raises `PackError` for what JSON cannot hold.
+    """
+    pack = packs[-1]
+    compiled = [
+        {"fingerprint": each.fingerprint.to_dict(), "prefix": each.prefix, "token_ids": each.token_ids}
+        for each in packs
+        if each.fingerprint != ModelFingerprint.unknown()
+    ]
+    try:
+        for each in packs:
+            check_integers(chain(each.prefix, each.token_ids))
+            for value in chain(each.fingerprint.to_dict().values(), *each.provenance.items()):
+                string(value, "pack")
+        about = {"compiled": compiled, "namespace": pack.namespace, "provenance": dict(pack.provenance)}
+        line = to_json(about, sort_keys=True)
+        return f"{root_of(line)} {line}\n{pack.text}".encode()
+    except (TypeError, ValueError, PackCorruptError) as error:
+        raise PackError(
+            f"The pack {pack.text[:40]!r} cannot be stored: {error} Expected Unicode text, integer token ids and "
+            "provenance of strings."
+        ) from error
+
+
+def split_text(data: Buffer, is_own: Callable[[str], bool]) -> tuple[str, str]:
+    """Return the first line and the text of a text file; `is_own` knows the text.
+
+    A file of release 0.2 is a text without such a line. Raises `PackCorruptError` if the text is another one.
+    """
+    try:
+        whole = str(data, "utf-8")
+    except UnicodeDecodeError as error:
+        raise PackCorruptError(f"It is not Unicode: {error}.") from error
+    line, _, text = whole.partition("\n")
+    if is_own(text):
+        return line, text
+    if is_own(whole):
+        return "", whole
+    raise PackCorruptError("It holds another text than that of its handle.")
+
+
+def decode_text(data: Buffer, namespace: str, is_own: Callable[[str], bool]) -> tuple[KnowledgePack, ...]:
+    """Return what `encode_text` was given, or the text alone if what stands before it is damaged. As `split_text`."""
+    line, text = split_text(data, is_own)
+    alone = KnowledgePack(text, namespace, (), (), ModelFingerprint.unknown())
+    if not line:
+        return (alone,)
+    try:
+        about = json.loads(line.partition(" ")[2])
+        alone = replace(alone, provenance=about["provenance"])
+        compiled = (
+            replace(
+                alone,
+                token_ids=tuple(row["token_ids"]),
+                prefix=tuple(row["prefix"]),
+                fingerprint=ModelFingerprint.from_dict(row["fingerprint"]),
+            )
+            for row in about["compiled"]
+        )
+        packs = tuple(compiled) or (alone,)
+        if encode_text(packs) != bytes(data):
+            raise PackCorruptError("It is not in canonical form.")
+    except (KnowledgePackError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        logger.warning("Only the text of the pack %r is intact, and is compiled again: %s", text[:40], error)
+        return (replace(alone, provenance={}),)
+    return packs
+
+
+def check_integers(numbers: Iterable[object]) -> None:
+    """Raise `PackCorruptError` for a number that JSON readers do not keep exact."""
+    for number in numbers:
+        # `type(...) is int`, because `isinstance` accepts JSON's true as an integer.
+        if type(number) is not int or not 0 <= number <= _LARGEST_INT:
+            raise PackCorruptError(f"Got {number!r}; expected an integer from 0 to 2**53 - 1.")

@@ -2,101 +2,102 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
 import shutil
-import struct
 import threading
 import time
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
-from hashlib import blake2b
 from pathlib import Path
-from typing import TypeAlias
 
-from kp_core.errors import HandleError, PackCorruptError, PackCorruptWarning, PackError, PackNotFoundError, QuotaError
+from kp_core.errors import (
+    HandleError,
+    OptionError,
+    PackCorruptError,
+    PackError,
+    PackNotFoundError,
+    QuotaError,
+    gone,
+)
 from kp_core.events import log_event
 from kp_core.kv import KVTensors
-from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs
+from kp_core.packs.blobs import Blobs, BlobStat, FolderBlobs
+from kp_core.packs.codec import Compression
+from kp_core.packs.entry import Entry, EntryFile, encode_entry, open_entry, read_header
 from kp_core.packs.envelope import header_stop
-from kp_core.packs.file import PackFile, encode_pack, has_mac, open_pack, read_header, read_pack, with_mac
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace, mint
-from kp_core.packs.kept import KeptEntry
 from kp_core.packs.objects import open_blobs
-from kp_core.packs.pack import KnowledgePack, PackKey, common_length
+from kp_core.packs.pack import KnowledgePack, PackKey, common_length, decode_text, encode_text, split_text
 from kp_core.packs.secret import forget_secrets, load_secrets
 from kp_core.packs.uses import last_use_of
 from kp_core.packs.view import Packs
 from kp_core.progress import bar_of
 from kp_core.threads import make_anew
 
-__all__ = ["PackStore", "default_keep_bytes", "entry_of", "open_packs"]
+__all__ = ["PackStore", "default_room", "open_packs"]
 
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8
 _TICK_S = 0.01  # Of a kernel with 100 ticks a second.
 _HEAD_BYTES = 1 << 16  # Bytes that the first read of a header fetches.
-_MOST_KEPT, _KEPT_SHARE = 2**31, 20
-_PEEKED_PACKS = 1024  # About 50 MB of token ids if the packs are banks of facts.
-_FILE = re.compile(r"(?:packs|kept)/([^/]+)/[^/]+/([^/.]+)((?:\.[0-9a-f]{16}){0,2})\.(?:safetensors|txt)")
-
-Entry: TypeAlias = tuple[Handle, str]
-"""An entry of a text: its handle and its slot, which is `""` for the first entry, else a name from `_slots`."""
+_ROOM, _SHARE = 2**31, 20
+_CACHED = 1024  # Texts and headers, about 50 KB each if the packs are banks of facts.
+_FILE = re.compile(r"packs/([^/]+)/[^/]+/([^/.]+)(?:\.[0-9a-f]{32}\.safetensors|\.txt)")
+_BEHIND, _EARLIER = "behind/", "kept/"  # Entries with several owners; those of release 0.2 are not read.
 
 
 class PackStore(Packs):
     """Packs in a folder, under a URL (`s3://bucket/prefix`, `gs://`, `memory://`), or in other `Blobs`.
 
-    Each pack is a text file, and a KV file (an entry) for each model and prefix that it was compiled for. Threads and
-    processes may share it: a reader sees a pack whole or not at all. A damaged file goes to `quarantine/` with a
-    `PackCorruptWarning`, and its pack becomes lazy. If more than tensors are damaged, it is recovered from its text
-    alone, with `token_ids=()` and `ModelFingerprint.unknown()`, and must be built again before use.
+    Each pack is a text file, with any number of entries of KV (`Entry`): one for each model and prefix that it was
+    compiled for, and those that requests computed behind other packs (option `keep` of a request). Threads and
+    processes may share it: a reader sees a file whole or not at all. A damaged entry is deleted, with a warning in the
+    log, and computed again from the text.
 
-    `max_bytes` bounds the files under `packs/`: a `put` that needs space drops the KV of the packs whose last `get` is
-    longest ago, but no texts and token ids. KV that was computed behind other packs (option `keep` of a request) is
-    bounded by `keep_bytes` (default: 2 GiB, but at most a twentieth of the folder's disk): the least recently used goes
-    first, and what was unused for `keep_seconds`.
+    `max_bytes` bounds all files: a `put` that needs space deletes the entries whose last use is longest ago, but no
+    text. By default, what is put has no bound, and what requests kept beside it has 2 GiB, but at most a twentieth of
+    the folder's disk. Such an entry also goes when it was unused for `keep_seconds`.
 
     `secret` makes handles: 64 hexadecimal digits, or several with commas, newest first, during a rotation. A folder
     makes its own by default. Object storage never holds it (default: the variable `KP_SECRET`). `seal` is a server's
-    key for MACs of the entries it writes (`sealed`); kept KV without a valid MAC is then ignored.
+    key for MACs: it writes entries with a MAC, and reads no others.
 
     Raises `PackError` for a place that holds other things and no packs, that was made with another secret, or that
     cannot be reached.
     """
 
-    def __init__(  # noqa: PLR0913 - what a store is
+    keeps = True
+
+    def __init__(
         self,
         place: str | os.PathLike[str] | Blobs,
         *,
         secret: str | None = None,
         max_bytes: int | None = None,
-        keep_bytes: int | None = None,
         keep_seconds: float | None = None,
         seal: bytes | None = None,
+        **unknown: object,
     ) -> None:
+        for name in unknown:
+            raise OptionError(f"A store has no option {name!r}.{gone(name)}")
         for name, bound in {"max_bytes": max_bytes, "keep_seconds": keep_seconds}.items():
             if bound is not None and bound <= 0:
                 raise QuotaError(f"Got {name}={bound}; expected a positive number, or None for no bound.")
-        if keep_bytes is not None and keep_bytes < 0:
-            raise QuotaError(f"Got keep_bytes={keep_bytes}; expected a number of bytes, or 0 to keep nothing.")
         self.blobs: Blobs = open_blobs(place) if isinstance(place, str | os.PathLike) else place
         self.max_bytes, self.keep_seconds, self._seal = max_bytes, keep_seconds, seal
         self._source, self._given_secrets = place, bool(secret or seal)
-        self.keep_bytes = default_keep_bytes(self.blobs) if keep_bytes is None else keep_bytes
         try:
             self.secrets = load_secrets(self.blobs, secret)
         except NotADirectoryError as error:
             raise PackError(
-                f"{self.blobs} is a file, or lies in one; expected a folder. `kp status FILE` shows a pack file."
+                f"{self.blobs} is a file, or lies in one; expected a folder. `kp status FILE` shows an entry."
             ) from error
         except OSError as error:
             if self.blobs.is_far:
@@ -104,16 +105,15 @@ class PackStore(Packs):
             raise
         self._is_configured = bool(secret) or self.blobs.is_far
         self._uses = last_use_of(self.blobs)
-        self._peeked = lru_cache(_PEEKED_PACKS)(partial(_peek, self.blobs, self.secrets))
-        # The packs and namespaces of each kept entry and version, so that deleting packs reads no entry twice.
-        self._owners: dict[tuple[Handle, str], frozenset[str]] = {}
+        self._texts = lru_cache(_CACHED)(partial(_read_text, self.blobs, self.secrets))
+        self._heads = lru_cache(_CACHED)(partial(_read_head, self.blobs))
+        self._owners: dict[tuple[str, str], frozenset[str]] = {}  # By key and version, so that no head is read twice.
         self.forked()
         make_anew(self)
 
     def forked(self) -> None:
         """In a forked process: another thread may have held the lock."""
-        # Threads free space one at a time, so that together they stay within the bound.
-        self._turn: AbstractContextManager[object] = nullcontext() if self.max_bytes is None else threading.Lock()
+        self._turn = threading.Lock()  # Threads free space one at a time, so that together they stay within the bound.
 
     def _opens(self) -> Callable[[], PackStore]:
         if self._given_secrets:
@@ -121,8 +121,8 @@ class PackStore(Packs):
                 f"The store {self.blobs} was opened with a secret or seal, which is not pickled. Set KP_SECRET for all "
                 "processes instead, or open the store in the process that needs it."
             )
-        bounds = {name: getattr(self, name) for name in ("max_bytes", "keep_bytes", "keep_seconds")}
-        return partial(PackStore, str(self.blobs) if isinstance(self.blobs, FolderBlobs) else self._source, **bounds)
+        source = str(self.blobs) if isinstance(self.blobs, FolderBlobs) else self._source
+        return partial(PackStore, source, max_bytes=self.max_bytes, keep_seconds=self.keep_seconds)
 
     def __repr__(self) -> str:
         return f"PackStore({str(self.blobs)!r}, max_bytes={self.max_bytes})"
@@ -146,8 +146,8 @@ class PackStore(Packs):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files under `packs/`, which `max_bytes` bounds."""
-        return sum(stat.size for _, stat in self.blobs.list("packs/"))
+        """Bytes of all texts and entries, which `max_bytes` bounds."""
+        return sum(stat.size for stat in self._listed().values())
 
     def handle(self, text: str, namespace: str) -> Handle:
         """Return the handle of `text`, stored or not; raises `HandleError` for bad names and non-Unicode text."""
@@ -161,131 +161,105 @@ class PackStore(Packs):
     def put(self, pack: KnowledgePack) -> Handle:
         """Store `pack`; storing it again writes nothing.
 
-        It replaces the entry of the same text, model and prefix; a lazy pack does not replace usable KV. Raises
-        `QuotaError` if `max_bytes` leaves no room, `PackError` for what the format cannot hold and if a later release
-        wrote the file; the store is then unchanged.
+        It replaces the entry of the same text, model and prefix; a lazy pack does not replace KV. Raises `QuotaError`
+        if `max_bytes` leaves no room, `PackError` for what the format cannot hold and if a later release wrote the
+        entry; the store is then unchanged.
         """
         handle = self.handle(pack.text, pack.namespace)
-        slot, done, entered = self._write_entry(handle, pack)
-        # Write the text after the pack, because a text without a pack counts as a damaged pack.
-        if self._write_text(handle, pack.text):
-            entered = True
-            if self.blobs.stat(_entry_key(handle)) is None:  # Another process removed the pack in between.
-                self.blobs.delete(_text_key(handle))
-        self._note_entry(handle, slot, done=done, entered=entered)
+        if pack.steering is not None:
+            raise PackError(
+                f"The pack {pack.text[:40]!r} is steered, and a store holds plain packs only. Store the pack it was "
+                "made from, keep the steering with `save_steering`, and steer again after loading."
+            )
+        entry, text_key = self._entry(handle, pack), _text_key(handle)
+        file = None if pack.kv is None else encode_entry(entry, pack.kv, pack.compression, self._seal)
+        with self._turn:
+            stored = b""
+            with suppress(FileNotFoundError):
+                stored = bytes(self.blobs.read(text_key))
+            text, file = self._merged(handle, stored, pack), file if file and self._is_news(file) else None
+            size = len(text) + (file.nbytes if file else 0)
+            if (file or text != stored) and self.max_bytes and not self._make_room({text_key, entry.key}, size):
+                raise QuotaError(
+                    f"The pack needs {size} bytes, and {self.blobs} has no room for them even without the KV of all "
+                    f"others; max_bytes is {self.max_bytes}. Raise it, remove packs, or put `pack.without_kv()`."
+                )
+            # The text first: an entry without it would be nobody's.
+            if text != stored:
+                self.blobs.write(text_key, [text])
+            if file:
+                self.blobs.write(entry.key, file.chunks())
+                if self.blobs.stat(text_key) is None:  # The pack was removed in between.
+                    self.blobs.delete(entry.key)
+        self._uses.note(entry.key if pack.kv else text_key)
+        if text != stored:
+            self.note_change()
         return handle
 
     def put_again(self, pack: KnowledgePack) -> bool:
-        """As `put` if the text is stored; `False`, and stores nothing, if it is removed before or meanwhile."""
-        handle = self.handle(pack.text, pack.namespace)
-        if self.blobs.stat(_text_key(handle)) is None:
-            return False
-        slot, done, entered = self._write_entry(handle, pack)
-        if self.blobs.stat(_text_key(handle)) is None:  # `remove` deletes the text first.
-            if done:
-                self.blobs.delete(_entry_key(handle, slot))
-            return False
-        self._note_entry(handle, slot, done=done, entered=entered)
-        return True
+        """Store the KV of `pack` if its text is stored; `False` if the text is removed before or meanwhile."""
+        if pack.kv is None:
+            return self.handle(pack.text, pack.namespace) in self
+        entry = self._entry(self.handle(pack.text, pack.namespace), pack)
+        return self.write(entry, pack.kv, pack.compression)
 
-    def _write_entry(self, handle: Handle, pack: KnowledgePack) -> tuple[str, bool, bool]:
-        """Write the entry of `pack`, but no text; returns its slot, whether it was written, and whether it is new."""
-        encoded = encode_pack(pack)
-        slot, done, absent = "", False, False
-        while not done:
-            slot, stored, absent = self._place(handle, pack)
-            if not _displaces(pack, encoded, stored):
-                break
-            with self._turn:
-                if self.max_bytes is not None:
-                    self._make_room((handle, slot), encoded.nbytes + len(pack.text.encode()), self.max_bytes)
-                # `if_absent` keeps KV that another writer stores at this moment.
-                done = self.blobs.write(_entry_key(handle, slot), encoded.chunks(), if_absent=absent and pack.is_lazy)
-            if done and slot and self.blobs.stat(_entry_key(handle)) is None:  # Removed meanwhile: now the first.
-                self.blobs.delete(_entry_key(handle, slot))
-                done = False
-        return slot, done, done and absent
+    def _entry(self, handle: Handle, pack: KnowledgePack) -> Entry:
+        return Entry.of_pack(handle, pack.fingerprint, pack.prefix, pack.token_ids)
 
-    def _note_entry(self, handle: Handle, slot: str, *, done: bool, entered: bool) -> None:
-        if entered:
-            self.note_change()
-        self._uses.note(f"{handle}{slot}")
-        if done and not self.blobs.is_far:
-            self.look(handle, slot)  # Its header is parsed and cached now, not while a question waits.
+    def _merged(self, handle: Handle, stored: bytes, pack: KnowledgePack) -> bytes:
+        """The text file with what `pack` says of the text, in place of what was said for the same model and prefix."""
+        earlier: tuple[KnowledgePack, ...] = ()
+        with suppress(PackCorruptError):  # It is replaced.
+            earlier = decode_text(stored, handle.namespace, _texts_of(self.secrets, handle)) if stored else ()
+        if earlier and pack.fingerprint == ModelFingerprint.unknown() and pack.kv is None:
+            return stored
+        known = [each for each in earlier if each.fingerprint != ModelFingerprint.unknown()]
+        at = next((at for at, each in enumerate(known) if pack.key.fits(each)), len(known))
+        known[at : at + 1] = [pack]
+        return encode_text([replace(each, provenance=pack.provenance, kv=None) for each in known])
 
     def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack | None:
         """Return the pack without its KV, with `stored_bytes`; `None` if there is none. Raises as `get`.
 
-        Returns the entry that fits `key`, else the first one of that model, else the first one. Notices damage to the
-        header and length of a file, not to its tensors.
+        Returns the pack as compiled for `key`, else for its model, else as it was compiled first.
         """
-        _, peeked = self._find(handle, key)
-        if peeked is None:
-            pack = self._read(handle)
-            return pack and replace(pack, kv=None, stored_bytes=pack.nbytes)
-        return peeked
-
-    def look(self, handle: Handle, slot: str = "") -> KnowledgePack | None:
-        """Return the entry in `slot` without its KV, cached by version; `None` if it is absent or visibly damaged."""
-        with suppress(FileNotFoundError, PackCorruptError):
-            if stat := self.blobs.stat(_entry_key(handle, slot), recent=True):
-                return self._peeked(handle, slot, stat.version)
-        return None
+        packs = self._packs(handle)
+        if not packs:
+            return None
+        pack = next((each for each in packs if key is None or key.fits(each)), None)
+        if pack is None and key and key.prefix is not None and (file := self.head(Entry.of_pack(handle, *_of(key)))):
+            # KV that a request computed behind this prefix.
+            ids = file.entry.token_ids
+            pack = replace(packs[0], fingerprint=key.model, prefix=key.prefix, token_ids=ids)
+        if pack is None:
+            pack = next((each for each in packs if key and each.fingerprint == key.model), packs[0])
+        if pack.fingerprint == ModelFingerprint.unknown():
+            return pack
+        stat = self._stat(self._entry(handle, pack))
+        return pack if stat is None else replace(pack, stored_bytes=stat.size)
 
     def get(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:
-        """Return the entry that `peek` returns, with its KV (on the CPU) if that is stored and intact.
+        """Return the pack that `peek` returns, with its KV (on the CPU) if that is stored and intact.
 
-        Raises `PackNotFoundError` if there is none, `PackCorruptError` if file and text are both damaged (both are then
-        in quarantine, and the pack is gone), `PackError` if a later release wrote the file.
+        Raises `PackNotFoundError` if there is none, `PackCorruptError` if its text is damaged.
         """
-        slot, peeked = ("", None) if key is None else self._find(handle, key)
-        try:
-            pack = self._read(handle, slot)
-            if pack is None and slot:
-                slot, pack = "", self._read(handle)
-        except OSError as error:
-            if peeked is None or not self.blobs.is_far:
-                raise
-            logger.warning("The KV of %s is out of reach, and is computed from its text: %s", handle, error)
-            return peeked
+        pack = self.peek(handle, key)
         if pack is None:
             raise PackNotFoundError(f"{self.blobs} has no pack {handle}. Build it and `put` it, or check the path.")
-        self._uses.note(f"{handle}{slot}")
-        return pack
-
-    def open(self, handle: Handle, key: PackKey) -> PackFile:
-        """Open the entry that `get` returns, to read it tensor by tensor; only `get` repairs damage.
-
-        Raises `PackNotFoundError` if there is none, `PackCorruptError` if its header shows damage, `PackError` if the
-        store has a `seal` and the entry no valid MAC.
-        """
-        slot, _ = self._find(handle, key)
-        try:
-            file = open_pack(self.blobs.read(_entry_key(handle, slot)))
-        except FileNotFoundError as error:
-            raise PackNotFoundError(f"{self.blobs} has no pack {handle}.") from error
-        _own(self.secrets, handle, file.pack)
-        if self._seal is not None and not has_mac(file, self._seal):
-            raise PackError(f"The KV of {handle} does not carry the MAC of this server's key.")
-        self._uses.note(f"{handle}{slot}")
-        return file
-
-    def sealed(self, pack: KnowledgePack) -> KnowledgePack:
-        """Return `pack` with a MAC in its provenance; without a `seal`, return it as it is."""
-        return pack if self._seal is None else with_mac(pack, self._seal)
-
-    def is_sealed(self, handle: Handle, key: PackKey) -> bool:
-        """Whether the entry that `peek` returns has a valid MAC; always true without a `seal`."""
-        with suppress(PackError):
-            return self._seal is None or self._has_mac(handle, _entry_key(handle, self._find(handle, key)[0]))
-        return False
+        if not pack.stored_bytes:
+            self._uses.note(_text_key(handle))
+            return pack
+        entry = self._entry(handle, pack)
+        pack, file = replace(pack, stored_bytes=0), self.open(entry, {handle.namespace})
+        kv = None if file is None or file.entry.token_ids != entry.token_ids else self._read(file)
+        return pack if file is None or kv is None else replace(pack, kv=kv, compression=file.compression)
 
     def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]]) -> None:
-        """Look up several entries in parallel if the storage is far; their first use reports errors."""
+        """Look up several packs in parallel if the storage is far; their first use reports errors."""
 
         def look_up(entry: tuple[Handle, PackKey | None]) -> None:
             with suppress(OSError, PackError):
-                self._find(*entry)
+                self.peek(*entry)
 
         if self.blobs.is_far and len(wanted) > 1:
             with ThreadPoolExecutor(min(_AT_ONCE, len(wanted))) as pool:
@@ -294,22 +268,23 @@ class PackStore(Packs):
     def last_used(self) -> dict[str, float]:
         """Return when each pack was last stored or read, by handle, in seconds since 1970, as far as written."""
         used = dict[str, float]()
-        for name, used_at in self._uses.times().items():
-            handle = name.partition(".")[0]  # Behind the point stands the slot of another entry.
-            used[handle] = max(used_at, used.get(handle, 0.0))
+        for key, used_at in self._uses.times().items():
+            if handle := _handle_of(key):
+                used[str(handle)] = max(used_at, used.get(str(handle), 0.0))
         return used
 
     def entries(self, handle: Handle) -> Iterator[KnowledgePack]:
-        """Yield the pack without KV as compiled for each model and prefix, the first entry first."""
-        for slot in ("", *sorted(self._beside(handle), key=len)):
-            if pack := self.look(handle, slot):
-                yield pack
+        """Yield the pack without KV as compiled for each model and prefix, as it was compiled first at first."""
+        for pack in self._packs(handle):
+            if found := self.peek(handle, pack.key):
+                file = self.head(self._entry(handle, pack)) if found.stored_bytes else None
+                yield replace(found, compression=file.compression) if file else found
 
     def handles(self, namespace: str | None = None) -> Iterator[Handle]:
         """Return the handles of all packs, or of one namespace, sorted."""
         prefix = "packs/" if namespace is None else f"packs/{check_namespace(namespace)}/"
-        entries = map(entry_of, (key for key, _ in self.blobs.list(prefix)))
-        return iter(sorted({entry[0] for entry in entries if entry and not entry[1]}))
+        keys = (key for key, _ in self.blobs.list(prefix) if key.endswith(".txt"))
+        return iter(sorted({handle for key in keys if (handle := _handle_of(key))}))
 
     __iter__ = handles
 
@@ -317,409 +292,314 @@ class PackStore(Packs):
         return sum(1 for _ in self.handles())
 
     def __contains__(self, handle: object) -> bool:
-        return isinstance(handle, Handle) and any(map(self.blobs.stat, (_entry_key(handle), _text_key(handle))))
+        return isinstance(handle, Handle) and self.blobs.stat(_text_key(handle)) is not None
+
+    def versions(self, namespace: str) -> dict[Handle, str]:
+        """Return the version of each text of a namespace, which changes with what it was compiled for."""
+        listed = self._listed(f"packs/{check_namespace(namespace)}/").items()
+        return {handle: stat.version for key, stat in listed if key.endswith(".txt") and (handle := _handle_of(key))}
 
     def texts(self, namespaces: Collection[str], known: Collection[Handle] = ()) -> Iterator[tuple[Handle, str]]:
         """Yield the packs of these namespaces that are not in `known`, each with its text; see `changes`."""
         for namespace in namespaces:
             ids = {handle.id for handle in known if handle.namespace == namespace}
             # Names are compared first: making the handles of all known packs takes longer than listing them.
-            keys = [key for key, _ in self.blobs.list(f"packs/{check_namespace(namespace)}/")]
+            keys = [key for key, _ in self.blobs.list(f"packs/{check_namespace(namespace)}/") if key.endswith(".txt")]
             unknown = (key for key in keys if key.rpartition("/")[2].partition(".")[0] not in ids)
-            new = sorted({entry[0] for entry in map(entry_of, unknown) if entry and not entry[1]})
+            new = sorted(handle for handle in map(_handle_of, unknown) if handle)
             with ThreadPoolExecutor(_AT_ONCE) as pool:  # It starts its threads when it is first used.
                 texts = (pool.map if self.blobs.is_far else map)(self._text, new)
                 yield from ((handle, text) for handle, text in zip(new, texts, strict=True) if text is not None)
 
     def remove(self, handle: Handle) -> None:
-        """Delete the pack, its text, its quarantined files and KV kept behind it; raises `PackNotFoundError`."""
-        self._drop_kept(str(handle))
-        aside = [key for key, _ in self.blobs.list(f"quarantine/{handle.namespace}.{handle.id}.")]
-        # Text first: a text without a pack would count as a damaged pack and be repaired.
-        deleted = [self.blobs.delete(_text_key(handle))]
-        deleted += map(self.blobs.delete, (*self._files(handle), *aside))
+        """Delete the pack, its text and every entry that it owns; raises `PackNotFoundError` if there is none."""
+        # The text in between: who is killed leaves no entry without it, and who writes one meanwhile looks for it.
+        self._drop(str(handle))
+        deleted = [self.blobs.delete(key) for key in (*self._beside(handle), _text_key(handle))]
         if not any(deleted):
             raise PackNotFoundError(f"{self.blobs} has no pack {handle} to remove.")
-        self._drop_kept(str(handle))  # Delete what was kept meanwhile.
+        self._drop(str(handle))
+        for key in (*self._beside(handle), *self._of_earlier(handle)):
+            self.blobs.delete(key)
         self.note_change()
 
     def rotate(self) -> int:
         """Give every pack with a handle of an earlier secret one of the first secret; returns their number.
 
-        Old handles stop working. After an interruption, call it again.
+        Old handles stop working, and KV behind other packs is deleted. After an interruption, call it again.
         """
         moved = 0
         for handle in list(self.handles()):
-            pack = self.peek(handle)
-            new_handle = self.handle(pack.text, pack.namespace) if pack else handle
-            if pack and new_handle != handle:
-                for slot in ("", *self._beside(handle)):
-                    with suppress(FileNotFoundError):
-                        data = self.blobs.read(_entry_key(handle, slot))
-                        self.blobs.write(_entry_key(new_handle, slot), [data], if_absent=True)
-                self._write_text(new_handle, pack.text)
-                self.note_change()
-                self.remove(handle)
-                moved += 1
+            packs = self._packs(handle)
+            if not packs or self.handle(packs[0].text, handle.namespace) == handle:
+                continue
+            for pack in packs:
+                self.put(self.get(handle, pack.key))
+            self.remove(handle)
+            moved += 1
         forget_secrets(self.blobs, self.secrets[1:])
         return moved
 
     def verify(self) -> Iterator[tuple[Handle, str]]:
         """Yield each damaged pack and its damage; checks every digest and changes nothing."""
         for handle in self:
-            files = self._files(handle)
-            for key in sorted({_entry_key(handle), *files} - {_text_key(handle)}):
-                try:
+            try:
+                _read_text(self.blobs, self.secrets, handle)
+                for key in filter(_handle_of, self._beside(handle)):
                     # A ranged read bypasses the local cache.
-                    data = self.blobs.read(key, 0, files[key].size if key in files else 0)
-                    _own(self.secrets, handle, read_pack(data))
-                except (FileNotFoundError, PackError) as error:
-                    yield handle, str(error) if key in files else "The file is missing."
+                    stat = self.blobs.stat(key)
+                    file = open_entry(self.blobs.read(key, 0, stat.size if stat else None))
+                    _own(file, key).read()
+            except FileNotFoundError:  # It was removed meanwhile.
+                continue
+            except PackError as error:
+                yield handle, str(error)
 
-    # KV that was computed behind other packs.
+    # Entries.
 
-    def kept(self) -> Iterator[KeptEntry]:
-        """Yield every kept entry, with its size."""
-        for (handle, _), stat in sorted(self._kept().items()):
-            if entry := self._kept_entry(handle):
-                yield replace(entry, nbytes=stat.size)
+    def has(self, entry: Entry, namespaces: Collection[str]) -> bool:
+        """Whether there is KV for `entry` that a reader of these `namespaces` may read."""
+        return entry.namespaces <= set(namespaces) and self._stat(entry) is not None
 
-    def has_kept(self, entry: KeptEntry, namespaces: Collection[str]) -> bool:
-        """Whether there is KV for `entry` that a view of these `namespaces` may read."""
-        handle = self._readable(entry, namespaces)
-        return handle is not None and (self._seal is None or self._has_mac(handle, _kept_key(handle)))
-
-    def read_kept(self, entry: KeptEntry, namespaces: Collection[str]) -> KVTensors | None:
-        """Return the KV (on the CPU) of the tokens that `entry` and the kept entry have in common, as `has_kept`."""
-        handle = self._readable(entry, namespaces)
-        if handle is None:
+    def open(self, entry: Entry, namespaces: Collection[str]) -> EntryFile | None:
+        """Open the file of `entry`, to read it tensor by tensor; `None` as `has`, and for a damaged one."""
+        if not self.has(entry, namespaces):
             return None
         try:
-            file = open_pack(self.blobs.read(_kept_key(handle)))
-            pack = _own(self.secrets, handle, file.read())
-        except OSError:  # Absent or unreachable: the model computes it.
+            file = _own(open_entry(self.blobs.read(entry.key)), entry.key)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if not self.blobs.is_far:
+                raise
+            logger.warning("KV of %s is out of reach, and is computed from its text: %s", _names(entry), error)
             return None
         except PackError as error:
-            logger.warning("An entry kept behind %s is dropped: %s", ", ".join(entry.packs), error)
-            with suppress(OSError):  # In a read-only store, it is skipped each time.
-                self.blobs.delete(_kept_key(handle))
+            self.discard(entry, error)
             return None
-        if self._seal is not None and not has_mac(file, self._seal):
+        if self._seal is not None and not file.has_mac(self._seal):
             return None
-        self._uses.note(_kept_name((handle, "")))
-        shared = common_length(pack.token_ids, entry.token_ids)
-        return pack.kv.slice(0, shared) if pack.kv and shared else None
+        self._uses.note(entry.key)
+        return file
 
-    def write_kept(self, entry: KeptEntry, kv: KVTensors) -> bool:
-        """Store `kv` for `entry`; `False` if `keep_bytes` has no room, or if a pack or namespace of it is gone."""
-        pack = KnowledgePack(entry.text, entry.home, entry.token_ids, (), entry.model, kv).compressed("lossless")
-        handle, file = self.handle(pack.text, pack.namespace), encode_pack(self.sealed(pack))
-        keep = self.keep_bytes
-        if file.nbytes > keep or not self._may_keep(entry):
+    def read(self, entry: Entry, namespaces: Collection[str]) -> KVTensors | None:
+        """Return the KV (on the CPU) of the tokens that `entry` and the stored one have in common, as `open`."""
+        file = self.open(entry, namespaces)
+        shared = common_length(file.entry.token_ids, entry.token_ids) if file else 0
+        kv = self._read(file) if file and shared else None
+        return kv and kv.slice(0, shared)
+
+    def _read(self, file: EntryFile) -> KVTensors | None:
+        try:
+            return file.read()
+        except PackCorruptError as error:
+            self.discard(file.entry, error)
+            return None
+
+    def discard(self, entry: Entry, damage: Exception) -> None:
+        """Delete a damaged entry; one of a later release, or in a store that is only read, stays and is not used."""
+        what = "is damaged, deleted, and computed again from its text"
+        if not isinstance(damage, PackCorruptError):
+            what = "cannot be read, and is computed from its text"
+        else:
+            try:
+                self.blobs.delete(entry.key)
+            except OSError:
+                what = "is damaged, stays as it is, and is computed from its text"
+        logger.warning("KV of %s %s: %s", _names(entry), what, damage)
+
+    def write(self, entry: Entry, kv: KVTensors, compression: Compression = "lossless") -> bool:
+        """Store `kv` for `entry`; `False` if there is no room, or if one of its owners is gone.
+
+        Raises `PackError` for what the format cannot hold, and if a later release wrote the entry.
+        """
+        file = encode_entry(entry, kv, compression, self._seal)
+        with self._turn:
+            is_news = self._is_news(file)
+            if not self._may_write(entry) or (is_news and not self._make_room({entry.key}, file.nbytes)):
+                return False
+            if is_news:
+                self.blobs.write(entry.key, file.chunks())
+        self._uses.note(entry.key)
+        if not self._may_write(entry):  # A pack was removed or a namespace forgotten meanwhile.
+            self.blobs.delete(entry.key)
             return False
-        listed = self._kept()
-        listed.pop((handle, ""), None)
-        used, dropped = file.nbytes + sum(stat.size for stat in listed.values()), 0
-        for other in self._oldest_first(listed, _kept_name):
-            if used <= keep and not self._is_old(other, listed[other]):
-                break
-            dropped += self.blobs.delete(_kept_key(other[0]))
-            used -= listed[other].size
-        if dropped:
-            logger.info("Deleted %d kept entries of %s for newer ones (keep_bytes=%d).", *(dropped, self.blobs, keep))
-        self.blobs.write(_kept_key(handle), file.chunks())
-        self._uses.note(_kept_name((handle, "")))
-        if not self._may_keep(entry):  # A pack was removed or a namespace forgotten meanwhile.
-            self.blobs.delete(_kept_key(handle))
-            return False
+        if is_news and entry.key.startswith("packs/"):
+            self.note_change()
         return True
 
-    def forget(self, namespace: str) -> int:
-        """Delete all KV kept in `namespace` or behind it, but no packs; returns the number of entries."""
-        # First the mark: what waits to be written, in any process, sees it before it is written or right behind.
-        self.blobs.write(_forgotten_key(check_namespace(namespace)), [os.urandom(8)])
-        return self._drop_kept(namespace)
-
-    def _drop_kept(self, owner: str) -> int:
-        """Delete unreadable entries, and those that contain or follow the pack or a text of the namespace `owner`."""
-        count, known, self._owners = 0, self._owners, {}
-        for (handle, _), stat in self._kept().items():
-            owners = known.get((handle, stat.version))
-            if owners is None and (entry := self._kept_entry(handle)):
-                owners = entry.namespaces.union(entry.packs)
-            if owners is None or owner in owners:
-                count += self.blobs.delete(_kept_key(handle))
-            else:
-                self._owners[handle, stat.version] = owners
-        return count
-
-    def _readable(self, entry: KeptEntry, namespaces: Collection[str]) -> Handle | None:
-        """Return where `entry` is kept, if it is, is not too old, and may be read by a view of `namespaces`."""
-        if not entry.namespaces <= set(namespaces):
-            return None
-        handle = self.handle(entry.text, entry.home)
-        stat = self.blobs.stat(_kept_key(handle), recent=True)
-        return None if stat is None or self._is_old((handle, ""), stat) else handle
-
-    def _kept(self) -> dict[Entry, BlobStat]:
-        return _entries(dict(self.blobs.list("kept/")))
-
-    def _kept_entry(self, handle: Handle) -> KeptEntry | None:
-        with suppress(FileNotFoundError, PackCorruptError, ValueError, KeyError):
-            return KeptEntry.of(_head(self.blobs, self.secrets, handle, _kept_key(handle)).pack)
+    def head(self, entry: Entry) -> EntryFile | None:
+        """Return what the header of the file of `entry` says, cached by version; `None` if there is none to be read."""
+        with suppress(FileNotFoundError, PackError):
+            if stat := self.blobs.stat(entry.key, recent=True):
+                file = self._heads(entry.key, stat.version)
+                return file if self._seal is None or file.has_mac(self._seal) else None
         return None
 
-    def _is_old(self, entry: Entry, stat: BlobStat) -> bool:
-        """Whether a kept entry was unused for longer than `keep_seconds`."""
-        if self.keep_seconds is None or time.time() - stat.modified <= self.keep_seconds:
-            return False
-        return time.time() - max(self._uses.times().get(_kept_name(entry), 0), stat.modified) > self.keep_seconds
+    def kept(self) -> Iterator[tuple[Entry, int]]:
+        """Yield every entry with several owners, and the size of its file."""
+        for key, stat in sorted(self._listed(_BEHIND).items()):
+            with suppress(FileNotFoundError, PackError):
+                yield self._heads(key, stat.version).entry, stat.size
 
-    def _may_keep(self, entry: KeptEntry) -> bool:
+    def forget(self, namespace: str) -> int:
+        """Delete all KV with words of `namespace` in or before it, and all behind its packs, but no packs; returns the
+        number of entries.
+        """
+        # First the mark: what waits to be written, in any process, sees it before it is written or right behind.
+        self.blobs.write(_forgotten_key(check_namespace(namespace)), [os.urandom(8)])
+        return self._drop(namespace)
+
+    def _drop(self, owner: str) -> int:
+        """Delete unreadable entries, and those that contain or follow the pack or a text of the namespace `owner`."""
+        count, known, self._owners = 0, self._owners, {}
+        for key, stat in self._listed(_BEHIND).items():
+            owners = known.get((key, stat.version))
+            with suppress(FileNotFoundError, PackCorruptError):
+                if owners is None:
+                    entry = self._heads(key, stat.version).entry
+                    owners = entry.namespaces | entry.owners
+            if owners is None or owner in owners:
+                count += self.blobs.delete(key)
+            else:
+                self._owners[key, stat.version] = owners
+        return count
+
+    def _stat(self, entry: Entry) -> BlobStat | None:
+        """The file of `entry`, unless it is too old or has no MAC where it needs one."""
+        stat = self.blobs.stat(entry.key, recent=True)
+        if stat is None or self._is_old(entry.key, stat) or (self._seal and self.head(entry) is None):
+            return None
+        return stat
+
+    def _is_old(self, key: str, stat: BlobStat) -> bool:
+        """Whether an entry with several owners was unused for longer than `keep_seconds`."""
+        since = time.time() - (self.keep_seconds or 0)
+        if self.keep_seconds is None or stat.modified >= since or not key.startswith(_BEHIND):
+            return False
+        return max(self._uses.times().get(key, 0), stat.modified) < since
+
+    def _is_news(self, file: EntryFile) -> bool:
+        """Whether a file is not stored as it is; raises `PackError` if a later release wrote the stored one."""
+        with suppress(FileNotFoundError, PackCorruptError):
+            if stat := self.blobs.stat(file.entry.key):
+                return self._heads(file.entry.key, stat.version).head != file.head
+        return True
+
+    def _may_write(self, entry: Entry) -> bool:
         """Whether all packs of `entry` are stored, and none of its namespaces was forgotten since it was planned."""
         # The times of files lag behind the clock by a tick of the kernel; object storage rounds to seconds.
         planned = entry.planned - _TICK_S if isinstance(self.blobs, FolderBlobs) else int(entry.planned)
-        marks = (self.blobs.stat(_forgotten_key(namespace)) for namespace in entry.namespaces)
-        return all(self.blobs.stat(_text_key(Handle.parse(pack))) for pack in entry.packs) and not any(
+        spaces = entry.namespaces if entry.key.startswith(_BEHIND) else ()
+        marks = (self.blobs.stat(_forgotten_key(namespace)) for namespace in spaces)
+        return all(handle in self for handle in entry.handles) and not any(
             mark and mark.modified >= planned for mark in marks
         )
 
-    # Where an entry lies.
+    # Files.
 
-    def _find(self, handle: Handle, key: PackKey | None) -> tuple[str, KnowledgePack | None]:
-        """Return the slot and the entry that `peek` returns; `None` for a pack that is damaged or absent."""
-        slot, pack = "", self.look(handle)
-        if key is None or (pack and key.fits(pack)):
-            return slot, pack
-        of_model, behind = _slots(key)
-        if pack is None or pack.fingerprint != key.model:
-            if (pack_of_model := self.look(handle, of_model)) is None:
-                return self._earlier(handle, pack, key.model)
-            slot, pack = of_model, pack_of_model
-        pack_behind = None if key.fits(pack) else self.look(handle, behind)
-        return (slot, pack) if pack_behind is None else (behind, pack_behind)
+    def _packs(self, handle: Handle) -> tuple[KnowledgePack, ...]:
+        """Return the pack as compiled for each model and prefix, without KV, cached by version; empty if there is none.
 
-    def _earlier(
-        self, handle: Handle, first: KnowledgePack | None, model: ModelFingerprint
-    ) -> tuple[str, KnowledgePack | None]:
-        """Return the entry that an earlier release made for `model` beside `first`, one of another model, else `first`.
-
-        It says that the text is for this model too. Today's fingerprints do not give its slot name.
+        Raises `PackCorruptError` for another text than that of `handle`.
         """
-        fingerprint = ModelFingerprint.unknown() if first is None else first.fingerprint
-        if fingerprint != ModelFingerprint.unknown() and not fingerprint.same_model(model):
-            for slot in self._beside(handle):
-                pack = self.look(handle, slot)
-                if pack is not None and _is_spare(pack, model):
-                    return slot, pack
-        return "", first
-
-    def _place(self, handle: Handle, pack: KnowledgePack) -> tuple[str, PackFile | None, bool]:
-        """Return the first slot that is the pack's own, free or not needed, its intact file, and whether it is free."""
-        is_same_model, (of_model, behind) = False, _slots(pack.key)
-        for slot in ("", of_model, behind):
-            if is_same_model and slot != behind:
-                continue
-            try:
-                file = _head(self.blobs, self.secrets, handle, _entry_key(handle, slot))
-            except FileNotFoundError:
-                return slot, None, True
-            except PackCorruptError:
-                return slot, None, False
-            if pack.key.fits(file.pack) or _is_text_alone(pack) or _is_spare(file.pack, pack.fingerprint):
-                break
-            is_same_model = file.pack.fingerprint == pack.fingerprint
-        return slot, file, False
-
-    def _files(self, handle: Handle) -> dict[str, BlobStat]:
-        return dict(self.blobs.list(_text_key(handle).removesuffix("txt")))
-
-    def _beside(self, handle: Handle) -> list[str]:
-        """Return the slots of all entries except the first."""
-        return sorted({entry[1] for key in self._files(handle) if (entry := entry_of(key)) and entry[1]})
-
-    # What is read, checked and repaired.
-
-    def _has_mac(self, handle: Handle, key: str) -> bool:
-        with suppress(FileNotFoundError, PackError):
-            return self._seal is None or has_mac(_head(self.blobs, self.secrets, handle, key), self._seal)
-        return False
+        with suppress(FileNotFoundError):
+            if stat := self.blobs.stat(_text_key(handle), recent=True):
+                try:
+                    return self._texts(handle, stat)
+                except PackCorruptError as error:
+                    if not self._is_configured:
+                        raise PackCorruptError(
+                            f"The text of the pack {handle} is damaged: {error} Store it anew from its source, or "
+                            "remove it; the handle stays the same."
+                        ) from error
+                    # Perhaps it is of a secret that was configured elsewhere.
+        return ()
 
     def _text(self, handle: Handle) -> str | None:
-        """Return the text stored beside the pack; `None` if it is absent or belongs to another handle."""
-        with suppress(FileNotFoundError, UnicodeDecodeError):
-            text = str(self.blobs.read(_text_key(handle)), "utf-8")
-            return text if _is_of(self.secrets, handle, text, handle.namespace) else None
+        """Return the text of a pack; `None` if it is absent or damaged."""
+        with suppress(FileNotFoundError, PackCorruptError):
+            return split_text(self.blobs.read(_text_key(handle)), _texts_of(self.secrets, handle))[1]
         return None
 
-    def _write_text(self, handle: Handle, text: str) -> bool:
-        """Write the text if it is absent or damaged; returns whether it was absent."""
-        absent = self.blobs.stat(_text_key(handle)) is None
-        if absent or self._text(handle) is None:
-            self.blobs.write(_text_key(handle), [text.encode()])
-        return absent
+    def _listed(self, *prefixes: str) -> dict[str, BlobStat]:
+        return {key: stat for prefix in prefixes or ("packs/", _BEHIND) for key, stat in self.blobs.list(prefix)}
 
-    def _read(self, handle: Handle, slot: str = "") -> KnowledgePack | None:
-        """Return an entry with its KV, `None` if there is none; repairs a first entry, and quarantines another one."""
-        data, key = None, _entry_key(handle, slot)
-        seen = None if slot else self.blobs.stat(key)
-        try:
-            data = self.blobs.read(key)
-            pack = read_pack(data)
-            if self._is_configured and not _is_of(self.secrets, handle, pack.text, pack.namespace):
-                return None  # Perhaps it is of a secret that was configured elsewhere.
-            return _own(self.secrets, handle, pack)
-        except FileNotFoundError:
-            if slot:
-                return None
-            damage = "The file is missing."
-        except PackCorruptError as error:
-            damage = str(error)
-        if data is not None and slot:
-            try:
-                aside = self._set_aside(handle, "safetensors", data)
-                self.blobs.delete(key)
-            except OSError as denied:
-                aside = f"nothing, as nobody can write there ({denied})"
-            _warn(f"An entry of the pack {handle} is damaged: {damage} Its KV is lost. Set aside: {aside}.")
-            return None
-        intact = self._salvage(handle, data)
-        try:
-            return self._mended(handle, intact, data, seen, damage)
-        except OSError as error:  # The store is read-only; return what is intact.
-            if intact is None:
-                raise PackCorruptError(f"The pack {handle} is damaged, and so is its text: {damage}") from error
-            _warn(f"The pack {handle} is damaged: {damage} Its KV is lost, and it stays as it is: {error}.")
-            return intact
+    def _beside(self, handle: Handle) -> list[str]:
+        """The keys of the entries that this pack alone owns, and of those of release 0.2."""
+        return [key for key in self._listed(_text_key(handle).removesuffix("txt")) if not key.endswith(".txt")]
 
-    def _salvage(self, handle: Handle, data: Buffer | None) -> KnowledgePack | None:
-        """Return what is intact of a damaged pack: all but its KV, its text alone, or nothing (`None`)."""
-        if data is not None:
-            with suppress(PackCorruptError):
-                return _own(self.secrets, handle, read_header(data).pack)
-        text = self._text(handle)
-        if text is None and data is not None:  # If the file is missing too, another process is removing the pack.
-            text = next((entry.text for slot in self._beside(handle) if (entry := self.look(handle, slot))), None)
-        if text is None:
-            return None
-        return KnowledgePack(text, handle.namespace, (), (), ModelFingerprint.unknown())
-
-    def _mended(
-        self, handle: Handle, pack: KnowledgePack | None, data: Buffer | None, seen: BlobStat | None, damage: str
-    ) -> KnowledgePack | None:
-        """Quarantine the damaged files, and store `pack`, the intact part of the pack, in their place."""
-        aside = [] if data is None else [self._set_aside(handle, "safetensors", data)]
-        if pack is None:
-            if data is None and self._text(handle) is not None:
-                return self._read(handle)  # There was no pack, and now another writer stores it.
-            with suppress(FileNotFoundError):
-                aside.append(self._set_aside(handle, "txt", self.blobs.read(_text_key(handle))))
-            if not aside:
-                return None
-            first = {_text_key(handle): None, _entry_key(handle): None}
-            for key in self._files(handle).keys() - first:
-                with suppress(FileNotFoundError):
-                    aside.append(self._set_aside(handle, "safetensors", self.blobs.read(key)))
-            for key in (*first, *self._files(handle)):
-                self.blobs.delete(key)
-            self.note_change()
-            raise PackCorruptError(
-                f"The pack {handle} is damaged, and so is its text: {damage} Set aside: {', '.join(aside)}. "
-                "Store it anew from its source; the handle stays the same."
-            )
-        self._write_text(handle, pack.text)
-        if not self._replace(handle, encode_pack(pack), seen):
-            return self._read(handle)  # Another writer was faster.
-        intact = "text and token ids are" if pack.fingerprint != ModelFingerprint.unknown() else "text is"
-        _warn(
-            f"The pack {handle} is damaged: {damage} Its {intact} intact; its KV is lost, and is computed at each use "
-            f"until the pack is built again. Set aside: {', '.join(aside) or 'nothing'}."
-        )
-        return pack
-
-    def _set_aside(self, handle: Handle, kind: str, data: Buffer) -> str:
-        """Copy damaged bytes to quarantine under a new name, and return that name."""
-        names = (f"quarantine/{handle.namespace}.{handle.id}.{number}.{kind}" for number in itertools.count(1))
-        return f"{self.blobs}/{next(key for key in names if self.blobs.write(key, [data], if_absent=True))}"
-
-    def _replace(self, handle: Handle, lazy: PackFile, seen: BlobStat | None) -> bool:
-        """Write `lazy` if the file is still the version `seen`; a pack that is removed meanwhile stays removed."""
-        key = _entry_key(handle)
-        if self.blobs.stat(key) != seen:
-            return False
-        is_written = self.blobs.write(key, lazy.chunks(), if_absent=seen is None)
-        if self.blobs.stat(_text_key(handle)) is None:  # `remove` deletes the text first.
-            self.blobs.delete(key)
-        return is_written
+    def _of_earlier(self, handle: Handle) -> Iterator[str]:
+        """What release 0.2 left that may hold the KV of a pack that is removed: nobody reads it."""
+        for key in self._listed(_EARLIER, f"quarantine/{handle.namespace}.{handle.id}."):
+            if key.endswith((".safetensors", ".txt")):
+                yield key
 
     # Room.
 
-    def _oldest_first(self, entries: Mapping[Entry, BlobStat], name: Callable[[Entry], str]) -> list[Entry]:
-        """Return the entries in the order of their last use; `name` gives the name under which it is noted."""
-        times = self._uses.times() if entries else {}
-        return sorted(entries, key=lambda entry: (max(times.get(name(entry), 0), entries[entry].modified), entry))
+    def _make_room(self, own: Collection[str], size: int) -> bool:
+        """Delete the entries used longest ago until `size` bytes for the keys `own` fit; returns whether they do.
 
-    def _make_room(self, own: Entry, size: int, max_bytes: int) -> None:
-        """Drop the least recently used KV until `size` bytes of the entry `own` and its text fit under `packs/`.
-
-        The first entry of a pack loses its KV; other entries are deleted. One that another writer is storing or
-        removing now counts as dropped, but stays. Raises `QuotaError`, and drops nothing, if the bytes cannot fit.
+        One that another writer is storing or removing now counts as deleted, but stays.
         """
-        own_keys = {_entry_key(*own), _text_key(own[0])}
-        while True:
-            listed = dict(self.blobs.list("packs/"))
-            excess = size + sum(stat.size for key, stat in listed.items() if key not in own_keys) - max_bytes
-            dropped, excess = self._droppable(listed, own, excess)
-            if excess <= 0:
+        prefixes = () if self.max_bytes else (_BEHIND,)
+        bound = self.max_bytes or default_room(self.blobs)
+        if not self.max_bytes and not any(key.startswith(_BEHIND) for key in own):
+            return True
+        listed = self._listed(*prefixes)
+        entries = {key: stat for key, stat in listed.items() if key.endswith(".safetensors") and key not in own}
+        excess = size + sum(stat.size for key, stat in listed.items() if key not in own) - bound
+        if excess > sum(stat.size for stat in entries.values()):
+            return False
+        times, dropped = self._uses.times() if entries else {}, list[str]()
+        for key in sorted(entries, key=lambda key: (max(times.get(key, 0), entries[key].modified), key)):
+            if excess <= 0 and not self._is_old(key, entries[key]):
                 break
-            if dict(self.blobs.list("packs/")) == listed:  # Otherwise another writer stored or dropped something.
-                raise QuotaError(
-                    f"The pack needs {size} bytes. With it, and without the KV of the others, {self.blobs} would hold "
-                    f"{max_bytes + excess} bytes; max_bytes is {max_bytes}. "
-                    "Raise max_bytes, remove packs, or put `pack.without_kv()`."
-                )
-        logger.info(
-            "Dropping the KV of %d packs of %s for newer ones (max_bytes=%d).", len(dropped), self.blobs, max_bytes
-        )
-        log_event(logger, "KV dropped from the store", packs=len(dropped), max_bytes=max_bytes)
-        for (handle, slot), lazy in bar_of("Dropping KV", None, "pack", dropped.items()):
-            key = _entry_key(handle, slot)
-            if not slot:
-                self._replace(handle, lazy, listed[key])
-            elif self.blobs.stat(key) == listed[key]:
+            dropped.append(key)
+            excess -= entries[key].size
+        if dropped:
+            logger.info("Deleting %d entries of %s for newer ones, within %d bytes.", len(dropped), self.blobs, bound)
+            log_event(logger, "KV dropped from the store", packs=len(dropped), max_bytes=bound)
+        for key in bar_of("Dropping KV", None, "entry", dropped):
+            if self.blobs.stat(key) == entries[key]:
                 self.blobs.delete(key)
-
-    def _droppable(self, listed: Mapping[str, BlobStat], own: Entry, excess: int) -> tuple[dict[Entry, PackFile], int]:
-        """Return the entries to drop for `excess` bytes, each with its file without KV, and what excess remains."""
-        entries = _entries(listed) if excess > 0 else {}
-        entries.pop(own, None)
-        dropped = dict[Entry, PackFile]()
-        for entry in self._oldest_first(entries, _use_name):
-            if excess <= 0:
-                break
-            with suppress(PackError, FileNotFoundError):  # Leave files of a later release alone.
-                pack = self.look(*entry)
-                if pack is None:
-                    excess -= entries[entry].size
-                elif pack.stored_bytes:
-                    lazy = encode_pack(pack)
-                    excess -= entries[entry].size - (0 if entry[1] else lazy.nbytes)
-                    if _text_key(entry[0]) in listed:
-                        dropped[entry] = lazy
-        return dropped, excess
+        return True
 
 
-def default_keep_bytes(blobs: Blobs) -> int:
+def default_room(blobs: Blobs) -> int:
     """Return the bytes of kept KV that a store has room for by default: a twentieth of its disk, at most 2 GiB."""
     if not isinstance(blobs, FolderBlobs):
-        return _MOST_KEPT
+        return _ROOM
     folders = (blobs.path, *blobs.path.parents)  # The first of them need not exist yet.
-    disk = next((shutil.disk_usage(folder).total for folder in folders if folder.is_dir()), _MOST_KEPT * _KEPT_SHARE)
-    return min(_MOST_KEPT, disk // _KEPT_SHARE)
+    disk = next((shutil.disk_usage(folder).total for folder in folders if folder.is_dir()), _ROOM * _SHARE)
+    return min(_ROOM, disk // _SHARE)
 
 
-def _head(blobs: Blobs, secrets: Sequence[bytes], handle: Handle, key: str) -> PackFile:
-    """Read the header of a pack file; raises `FileNotFoundError`, or `PackCorruptError` for damage that it shows."""
+def _texts_of(secrets: Sequence[bytes], handle: Handle) -> Callable[[str], bool]:
+    """Whether a text has this `handle` under one of the secrets."""
+    return lambda text: any(mint(secret, handle.namespace, text) == handle for secret in secrets)
+
+
+def _read_text(
+    blobs: Blobs, secrets: Sequence[bytes], handle: Handle, stat: BlobStat | None = None
+) -> tuple[KnowledgePack, ...]:
+    key = _text_key(handle)
+    data = blobs.read(key)
+    if stat is not None and len(data) != stat.size and blobs.stat(key) == stat:
+        raise OSError(f"{blobs}/{key} came in another length than its {stat.size} bytes.")
+    packs = decode_text(data, handle.namespace, _texts_of(secrets, handle))
+    if len(data) == len(packs[0].text.encode()):  # Nothing stands before the text.
+        _tell(str(blobs))
+    return packs
+
+
+@lru_cache
+def _tell(place: str) -> None:
+    logger.warning("%s holds KV of release 0.2, which is computed again from its texts.", place)
+
+
+def _read_head(blobs: Blobs, key: str, _version: str) -> EntryFile:
+    """Read the header of a file; raises `FileNotFoundError`, and as `read_header`."""
     while True:
         stat = blobs.stat(key)
         if stat is None:
@@ -727,68 +607,41 @@ def _head(blobs: Blobs, secrets: Sequence[bytes], handle: Handle, key: str) -> P
         try:
             data = blobs.read(key, 0, _HEAD_BYTES)
             stop = header_stop(data, stat.size)
-            file = read_header(data if stop <= len(data) else blobs.read(key, 0, stop), stat.size)
-            _own(secrets, handle, file.pack)
-            return file.undamaged()
+            return _own(read_header(data if stop <= len(data) else blobs.read(key, 0, stop), stat.size), key)
         except PackCorruptError:
             if blobs.stat(key) == stat:  # Otherwise another writer replaced it in between.
                 raise
 
 
-def _peek(blobs: Blobs, secrets: Sequence[bytes], handle: Handle, slot: str, _version: str) -> KnowledgePack:
-    file = _head(blobs, secrets, handle, _entry_key(handle, slot))
-    return replace(file.pack, stored_bytes=sum(file.sizes))
+def _own(file: EntryFile, key: str) -> EntryFile:
+    """Return `file` if `key` is the key of its entry; raise `PackCorruptError` otherwise."""
+    if file.entry.key != key:
+        raise PackCorruptError(f"The file holds the entry {file.entry.key}.")
+    return file
 
 
-def _own(secrets: Sequence[bytes], handle: Handle, pack: KnowledgePack) -> KnowledgePack:
-    """Return `pack` if `handle` is its handle under one of the secrets; raise `PackCorruptError` otherwise."""
-    if not _is_of(secrets, handle, pack.text, pack.namespace):
-        raise PackCorruptError(f"The file holds another text than that of {handle}, or comes from another store.")
-    return pack
+def _of(key: PackKey) -> tuple[ModelFingerprint, tuple[int, ...]]:
+    return key.model, key.prefix or ()
 
 
-def _is_of(secrets: Sequence[bytes], handle: Handle, text: str, namespace: str) -> bool:
-    """Whether `handle` is the handle of `text` in `namespace`, under one of the secrets."""
-    return any(mint(secret, namespace, text) == handle for secret in secrets)
-
-
-def _warn(message: str) -> None:
-    logger.warning(message)
-    # Last, because a filter may turn the warning into an error.
-    warnings.warn(message, PackCorruptWarning, stacklevel=4)
-
-
-def _entry_key(handle: Handle, slot: str = "", root: str = "packs") -> str:
-    return f"{root}/{handle.namespace}/{handle.id[:2]}/{handle.id}{slot}.safetensors"
+def _names(entry: Entry) -> str:
+    return ", ".join(sorted(entry.owners))
 
 
 def _text_key(handle: Handle) -> str:
     return f"packs/{handle.namespace}/{handle.id[:2]}/{handle.id}.txt"
 
 
-def _kept_key(handle: Handle) -> str:
-    return _entry_key(handle, root="kept")
-
-
 def _forgotten_key(namespace: str) -> str:
-    return f"kept/{namespace}/forgotten"
+    return f"forgotten/{namespace}"
 
 
-def _use_name(entry: Entry) -> str:
-    return f"{entry[0]}{entry[1]}"
-
-
-def _kept_name(entry: Entry) -> str:
-    return f"kept:{entry[0].namespace}/{entry[0].id}"
-
-
-def _slots(key: PackKey) -> tuple[str, str]:
-    """Return the slots of further entries of a text: that of the model alone, and that of the model and prefix."""
-    of_model = f".{blake2b(key.model.id.encode(), digest_size=8).hexdigest()}"
-    prefix = key.prefix or ()
-    numbers = (len(prefix), *prefix)
-    behind = blake2b(struct.pack(f"<{len(numbers)}Q", *numbers), digest_size=8)
-    return of_model, f"{of_model}.{behind.hexdigest()}"
+def _handle_of(key: str) -> Handle | None:
+    """Return the handle of the text or of the only owner of the entry at `key`; `None` if `key` is neither."""
+    match = _FILE.fullmatch(key)
+    with suppress(HandleError):
+        return Handle(match[1], match[2]) if match else None
+    return None
 
 
 def open_packs(store: object) -> Packs:
@@ -801,34 +654,3 @@ def open_packs(store: object) -> Packs:
             "a class that subclasses `kp_core.Packs`."
         )
     return store
-
-
-def entry_of(key: str) -> Entry | None:
-    """Return handle and slot of the pack or text at `key`; `None` if `key` is not ours."""
-    match = _FILE.fullmatch(key)
-    with suppress(HandleError):
-        return (Handle(match[1], match[2]), match[3]) if match else None
-    return None
-
-
-def _entries(listed: Mapping[str, BlobStat]) -> dict[Entry, BlobStat]:
-    return {entry: stat for key, stat in listed.items() if key.endswith(".safetensors") and (entry := entry_of(key))}
-
-
-def _displaces(pack: KnowledgePack, encoded: PackFile, stored: PackFile | None) -> bool:
-    if stored is None:
-        return True
-    if stored.head == encoded.head or _is_text_alone(pack):
-        return False
-    return not pack.is_lazy or stored.dtype is None or _is_spare(stored.pack, pack.fingerprint)
-
-
-def _is_spare(stored: KnowledgePack, model: ModelFingerprint) -> bool:
-    """Whether `model` can do without `stored`: recovered from text alone, or made by an earlier release of `model`."""
-    fingerprint = stored.fingerprint
-    return fingerprint == ModelFingerprint.unknown() or (fingerprint.is_earlier and fingerprint.same_model(model))
-
-
-def _is_text_alone(pack: KnowledgePack) -> bool:
-    """Whether the pack has neither KV nor a model to compute it."""
-    return pack.is_lazy and pack.fingerprint == ModelFingerprint.unknown()

@@ -21,7 +21,8 @@ from kp_core.pickling import Shared
 
 if TYPE_CHECKING:
     from kp_core.kv import KVTensors
-    from kp_core.packs.kept import KeptEntry
+    from kp_core.packs.codec import Compression
+    from kp_core.packs.entry import Entry
 
 __all__ = [
     "TRUSTED_ROLES",
@@ -78,8 +79,8 @@ class Packs(Shared, ABC):
 
     blobs: Blobs | None = None
     """Where the packs' bytes lie; measurements on the packs are stored beside them."""
-    keep_bytes: int = 0
-    """Most bytes of KV that is kept for later requests; with 0, no KV is kept, and none is asked for."""
+    keeps: bool = False
+    """Whether `has`, `read` and `write` keep the KV that requests compute; else it is not asked for."""
     cancelled: object = None
     """A token that changes when what waits to be compiled into this store is cancelled; see `Delivery.cancel`."""
 
@@ -135,16 +136,16 @@ class Packs(Shared, ABC):
         """Look up several entries in parallel, for stores where each access is slow."""
         return
 
-    def has_kept(self, entry: KeptEntry, namespaces: Collection[str]) -> bool:  # noqa: ARG002
+    def has(self, entry: Entry, namespaces: Collection[str]) -> bool:  # noqa: ARG002
         """Return whether there is KV for `entry` that a view of these `namespaces` may read."""
         return False
 
-    def read_kept(self, entry: KeptEntry, namespaces: Collection[str]) -> KVTensors | None:  # noqa: ARG002
-        """Return the KV of the tokens that `entry` and the kept entry have in common, or `None`."""
+    def read(self, entry: Entry, namespaces: Collection[str]) -> KVTensors | None:  # noqa: ARG002
+        """Return the KV of the tokens that `entry` and the stored one have in common, or `None`."""
         return None
 
-    def write_kept(self, entry: KeptEntry, kv: KVTensors) -> bool:  # noqa: ARG002
-        """Keep `kv` for `entry`; returns whether there was room for it."""
+    def write(self, entry: Entry, kv: KVTensors, compression: Compression = "lossless") -> bool:  # noqa: ARG002
+        """Store `kv` for `entry`; returns whether there was room for it."""
         return False
 
     def view(self, *namespaces: str, trusted_roles: Collection[str] = TRUSTED_ROLES) -> PackView:
@@ -270,7 +271,7 @@ def usable(pack: KnowledgePack, model: ModelFingerprint, mismatch: Mismatch, nam
     if model.engine == "vllm" and fingerprint.same_model(model):
         # A server decides itself which KV it reads; only the tokens matter here.
         return replace(pack, kv=None, fingerprint=model)
-    rounds_differently = fingerprint.in_full().diff(model).keys() <= {"passes"}
+    rounds_differently = fingerprint.diff(model).keys() <= {"passes"}
     if mismatch != "rebuild" and not rounds_differently:
         pack.check(model)
     reason = "another release or kind of processor" if rounds_differently else "another model"

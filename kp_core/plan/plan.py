@@ -13,8 +13,8 @@ from numbers import Integral, Real
 from typing import get_args
 
 from kp_core.errors import SamplingError, SteeringError
+from kp_core.packs.entry import KeptKV
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.kept import KeptKV
 from kp_core.packs.view import PackView
 from kp_core.plan.composer import Composer, Region
 from kp_core.prompt.prompt import Prompt, Span

@@ -24,9 +24,9 @@ from kp_core.compose import (
 from kp_core.engines.arranging import Selector, arranged
 from kp_core.engines.calibration import Calibrations
 from kp_core.errors import ContextOverflowError, KnowledgePackError, OptionError, PackNotFoundError
+from kp_core.packs.entry import Entry, KeptKV
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
-from kp_core.packs.kept import KeptEntry, KeptKV
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.view import TRUSTED_ROLES, PackRef, PackView, explicit_packs, why_unresolved
 from kp_core.plan.engine import Engine, HasCache
@@ -262,7 +262,7 @@ class Planner:
             return None
         if request.keep_in is not None and request.keep_in not in view.namespaces:
             raise OptionError(f"Got keep_in={request.keep_in!r}; expected one of the view: {sorted(view.namespaces)}.")
-        if not plan.reuse or plan.below is not None or request.keep == "never" or not view.source.keep_bytes:
+        if not plan.reuse or plan.below is not None or request.keep == "never" or not view.source.keeps:
             return None
         kept = KeptKV(
             view.source,
@@ -283,7 +283,7 @@ class Planner:
         kept.keys |= self._wrapped_keys(plan)
         return kept if kept.keys else None
 
-    def _kept_keys(self, plan: Plan, request: Request, view: PackView) -> Iterator[tuple[tuple[int, int], KeptEntry]]:
+    def _kept_keys(self, plan: Plan, request: Request, view: PackView) -> Iterator[tuple[tuple[int, int], Entry]]:
         """The key of each pack that is not read from its own entry, by its part of the prompt.
 
         A short text between two packs belongs to the part of the second one.
@@ -312,22 +312,25 @@ class Planner:
                 hasher.update(_packed(prompt.token_ids[digested:start]))
                 digested, last_stop = start, pack_span.stop
                 if handles and not region.label and not has_entry and (namespace or not behind_words[pack_span]):
-                    key = hasher.hexdigest(), prompt.token_ids[start : pack_span.stop], tuple(handles)
-                    words = namespace if behind_words[pack_span] else None
-                    yield (start, pack_span.stop), KeptEntry(self.model, start, *key, words, _BEGINS)
+                    ids, words = prompt.token_ids[start : pack_span.stop], behind_words[pack_span]
+                    owners = frozenset((*handles, namespace) if namespace and words else handles)
+                    entry = Entry(self.model, start, hasher.hexdigest(), ids, owners, begins=_BEGINS)
+                    # Behind the template alone it is the entry that the pack is compiled to.
+                    is_own = entry.owners == {pack_span.handle} and start == pack_span.start
+                    yield (start, pack_span.stop), replace(entry, begins=0) if is_own else entry
             if region.label:
                 hasher.update(_packed(prompt.token_ids[digested : region.stop]) + f"{region.label}\n".encode())
                 digested = region.stop
 
-    def _wrapped_keys(self, plan: Plan) -> dict[tuple[int, int], KeptEntry]:
+    def _wrapped_keys(self, plan: Plan) -> dict[tuple[int, int], Entry]:
         """The key of each wrapped pack that has a handle. The key of the composer names the wrapper."""
         keys = {}
         for region in plan.regions:
             for span in region.spans if isinstance(region.composer, PacketComposer) else ():
                 if region.composer and find_handles(span.handle):
                     pack, composer = span.pack, region.composer.key
-                    key = KeptEntry.wrapped(self.model, composer, pack.prefix, pack.token_ids, span.handle)
-                    keys[span.start, span.stop] = key
+                    entry = Entry.of_pack(span.handle, self.model, pack.prefix, pack.token_ids, composer)
+                    keys[span.start, span.stop] = entry
         return keys
 
     def _behind_words(self, prompt: Prompt) -> dict[Span, bool]:

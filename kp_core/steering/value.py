@@ -383,7 +383,7 @@ def _dots(mine: Deltas, theirs: Deltas) -> dict[int, float]:
     return {layer: float((mine[layer].double() * theirs[layer].double()).sum()) for layer in shared}
 
 
-_ENVELOPE = Envelope("knowledge-pack-steering", "steering", ("2", "3"))  # The versions differ in the fingerprint only.
+_ENVELOPE = Envelope("knowledge-pack-steering", "steering", ("3",))
 
 
 def save_steering(steering: Steering, path: str | Path) -> Path:
@@ -410,7 +410,7 @@ def _content(steering: Steering) -> tuple[dict[str, object], dict[str, Tensor]]:
         "provenance": dict(steering.provenance),
         "recommended": None if steering.recommended is None else list(steering.recommended),
         "scales": {str(layer): scale for layer, scale in steering.scales.items()},
-        "tensors": {name: digest(tensor) for name, tensor in tensors.items()},
+        "tensors": {name: digest(tensor, is_forgeable=False) for name, tensor in tensors.items()},
     }
     return content, tensors
 
@@ -432,7 +432,7 @@ def steering_of(data: bytes, name: str = "What was sent") -> Steering:
 def _steering(read: Callable[[], tuple[Any, dict[str, Tensor]]], file: str) -> Steering:
     try:
         content, tensors = read()
-        if {name: digest(tensor) for name, tensor in tensors.items()} != content["tensors"]:
+        if {name: digest(tensor, is_forgeable=False) for name, tensor in tensors.items()} != content["tensors"]:
             raise PackCorruptError("The tensors do not match their digests.")
         deltas: dict[str, dict[int, Tensor]] = {"value": {}, "key": {}}
         for name, tensor in tensors.items():

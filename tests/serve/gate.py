@@ -18,7 +18,7 @@ from kp_core import KVTensors, MemoryFactStore, Prefix, load_engine
 from kp_serve.access import add_key, read_keys
 from kp_serve.engine import VLLMEngine
 from kp_serve.rights import Rights
-from kp_serve.stored import StoredKV, StoredRun
+from kp_serve.stored import StoredKV
 from kp_serve.wire import send_json
 from tests.conftest import tiny_engine, until
 from tests.kits import HashEmbedder
@@ -74,20 +74,19 @@ class Served(Gate):
         # What else clients send as a prompt is vLLM's to refuse.
         given = body.get("prompt")
         ids = tuple(given) if isinstance(given, list) and all(type(each) is int for each in given) else ()
-        for run in stored.find(ids, rights.namespaces) if rights.save else ():
-            if not stored.has(run, run.stop):
-                pack = run.parts[-1]
-                plans = [(Prefix(), pack.prefix), (Prefix(pack.prefix), pack.token_ids)]
+        for parts in stored.find(ids, rights.namespaces) if rights.save else ():
+            if not stored.has(parts, rights.namespaces, parts[-1].stop):
+                prefix = ids[: parts[-1].start]
+                plans = [(Prefix(), prefix), (Prefix(prefix), parts[-1].entry.token_ids)]
                 kv = engine.kv([self.session._planner.wanted(*plan) for plan in plans])
-                stored.write(run, KVTensors.concat(list(kv)))
+                stored.write(parts, KVTensors.concat(list(kv)))
                 self.computed += 1
         if rights.keeps:  # As of plain tokens: nothing is moved or steered here.
             if embeddings := body.get("prompt_embeds"):
                 self.embedded.append(torch.load(io.BytesIO(base64.b64decode(embeddings)), weights_only=True))
                 ids = (5,) * len(self.embedded[-1])
             [whole] = engine.kv([self.session._planner.wanted(Prefix(), ids)])
-            run = StoredRun((rights.keeps,), rights.namespaces)
-            stored.write(run, whole.slice(run.start, run.stop))
+            stored.write((rights.keeps,), whole.slice(rights.keeps.start, rights.keeps.stop))
 
     def ask(self, method, path, body=None, key="a", **more):
         async def go():

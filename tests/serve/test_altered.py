@@ -13,7 +13,7 @@ from kp_serve.access import Access
 from kp_serve.asked import asked, blocks_as_json, digest_of, steered
 from kp_serve.preparing import steered_steps
 from kp_serve.rights import Rights, salt_of
-from kp_serve.stored import StoredKV, StoredRun
+from kp_serve.stored import StoredKV
 from tests.conftest import tiny_engine
 from tests.kits import NaiveComposer
 from tests.serve.gate import remote
@@ -40,7 +40,8 @@ def blocks_of(plan):
 
 def rights_of(plan, names=("a",)):
     """Those of the requests that the server makes of it, the client's own last."""
-    return [rights for _, rights in steered_steps(names, KEY, list(plan.prompt.token_ids), *blocks_of(plan))]
+    model, ids = served(tiny_engine()), list(plan.prompt.token_ids)
+    return [rights for _, rights in steered_steps(names, KEY, model, ids, *blocks_of(plan))]
 
 
 def test_what_is_read_is_what_the_local_engine_alters(tmp_path, remote, formal):
@@ -62,19 +63,18 @@ def test_what_is_read_is_what_the_local_engine_alters(tmp_path, remote, formal):
         whole = next(session.engine.kv([session._planner.wanted(Prefix(), ids[: last.stop])]))
         assert [each.tokens for each in rights] == [digest_of(ids[: block.stop]) for block in local] + [digest_of(ids)]
         assert (rights[0].begins, rights[-1].keeps) == ((), None)
-        below = StoredRun((rights[-2].keeps,), ("a",))
-        assert not stored.has(below)
+        below, loaded = (rights[-2].keeps,), rights[-1].begins
+        assert not stored.has(below, ["a"])
         stored.write(below, whole)
-        loaded = StoredRun(rights[-1].begins, ("a",))
-        assert replace(loaded.parts[0], block="") == rights[-2].keeps
+        assert replace(loaded[0], block="") == rights[-2].keeps
         expected = [whole.slice(0, last.start), last.steered(whole.slice(last.start, last.stop))]
         for start in (0, last.stop // 2, last.stop - 1):
             found = read(stored, loaded, start)
             assert found.equal(KVTensors.concat(expected).slice(start, last.stop))
         assert not found.equal(whole.slice(start, last.stop))
-        for wrong in (replace(loaded, namespaces=("b",)), replace(loaded, namespaces=())):
-            with pytest.raises(PackError, match="kept of this prompt"):
-                read(stored, wrong)
+        for names in (["b"], []):
+            with pytest.raises(PackError, match="is not stored"):
+                read(stored, loaded, names=names)
     assert len(local) == 2
 
 
@@ -111,12 +111,12 @@ def test_entries_of_other_readers_and_of_deleted_packs_are_gone(tmp_path, remote
     plan = planned(remote, f"{handle}\nWho?", view=store.view("a"), steering=formal)
     assert [each[0] for each in asked(plan)["packs"]] == [str(handle)]
     kept = [rights_of(plan, names)[0].keeps for names in (("a",), ("a", "b"), ("b",))]
-    assert len({each.before for each in kept}) == 3
-    key = kept[0].key(served(session))
-    store.write_kept(key, next(session.engine.kv([session._planner.wanted(Prefix(), key.token_ids)])))
-    assert store.has_kept(key, ["a"])
+    assert len({each.entry.key for each in kept}) == 3
+    key = kept[0].entry
+    store.write(key, next(session.engine.kv([session._planner.wanted(Prefix(), key.token_ids)])))
+    assert store.has(key, ["a"])
     store.remove(handle)
-    assert not store.has_kept(key, ["a"])
+    assert not store.has(key, ["a"])
 
 
 def test_composers_are_refused_by_name(tmp_path, remote):
@@ -140,8 +140,8 @@ def sent(gate, said, ids, **more):
 def test_the_server_signs_what_a_client_names(gate, remote, formal):
     plan = planned(remote, "Who rings it?", steering=formal)
     said, ids, (first, own) = asked(plan), list(plan.prompt.token_ids), rights_of(plan)
-    key, session = first.keeps.key(gate.gate.state.identity), tiny_engine()
-    gate.store.write_kept(key, next(session.engine.kv([session._planner.wanted(Prefix(), key.token_ids)])))
+    key, session = first.keeps.entry, tiny_engine()
+    gate.store.write(key, next(session.engine.kv([session._planner.wanted(Prefix(), key.token_ids)])))
     forged = replace(own, namespaces=("b",), salt="mine").sign(b"x" * 32)
     done, _ = sent(gate, said, ids, cache_salt="mine", kv_transfer_params=forged)
     assert done.headers["kp-computed-tokens"] == "0"

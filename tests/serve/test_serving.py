@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kp_core import KnowledgePack, KVTensors, PackStore, Prefix, load_engine
-from kp_core.errors import MissingDependencyError, ModelError, PackCorruptError, PackCorruptWarning, PackError
+from kp_core.errors import MissingDependencyError, ModelError, PackCorruptError, PackError
 from kp_core.packs.handle import Handle
 from kp_core.plan.request import Request
 from kp_serve.access import Access, access_of, add_key, read_keys
@@ -87,9 +87,9 @@ def packed(session, text, namespace="a"):
     return pack, KVTensors.concat([head, pack.kv])
 
 
-def read(stored, run, start=0, stop=None):
-    """The KV of a run from a token on."""
-    readers = stored.open(run, start, run.stop if stop is None else stop, LAYERS)
+def read(stored, parts, start=0, stop=None, names=("a",)):
+    """The KV of consecutive parts from a token on."""
+    readers = stored.open(parts, names, start, parts[-1].stop if stop is None else stop, LAYERS)
     layers = [[reader(layer) for reader in readers] for layer in range(LAYERS)]
     return KVTensors(*(tuple(torch.cat([part[half] for part in each], 1) for each in layers) for half in (0, 1)))
 
@@ -104,14 +104,21 @@ def test_the_longest_pack_that_a_prompt_begins_with_is_found_by_ids(tmp_path):
     for pack in (short, long, other):
         store.put(pack)
     found = list(stored.find(ids, ["a"]))
-    assert [run.parts[-1].handle for run in found] == [str(store.handle(text, "a")) for text in (TEXT, TEXT[:40])]
-    assert [run.namespaces for run in stored.find(ids, ["a", "b"])] == [("a",), ("b",), ("a",)]
-    assert [len(ids) - 2, len(ids) - 2 - len(long.token_ids) + len(short.token_ids)] == [each.stop for each in found]
+    # For each pack an entry of this server, and that of the engine which compiled it.
+    assert [parts[-1].entry.owners for parts in found[::2]] == [
+        {str(store.handle(each, "a"))} for each in (TEXT, TEXT[:40])
+    ]
+    assert [parts[-1].entry.model.engine for parts in found] == ["vllm", "local"] * 2
+    assert [parts[-1].entry.namespaces for parts in stored.find(ids, ["a", "b"])] == [{"a"}] * 2 + [{"b"}] * 2 + [
+        {"a"}
+    ] * 2
+    ends = [len(ids) - 2, len(ids) - 2 - len(long.token_ids) + len(short.token_ids)]
+    assert ends == [parts[-1].stop for parts in found[::2]]
     assert not list(stored.find(ids, ["c"]))
     assert not list(stored.find((9, *ids[1:]), ["a"]))
     assert not list(stored.find(ids[: len(long.prefix)], ["a"]))
     store.remove(store.handle(TEXT, "a"))
-    assert len(list(stored.find(ids, ["a"]))) == 1
+    assert len(list(stored.find(ids, ["a"]))) == 2
 
 
 def test_packs_of_another_model_or_dtype_are_not_read(tmp_path):
@@ -125,9 +132,9 @@ def test_packs_of_another_model_or_dtype_are_not_read(tmp_path):
         store.put(wrong)
         assert not list(StoredKV(store, served(session)).find(ids, ["a"]))
     store.put(pack)
-    [run] = StoredKV(store, served(session)).find(ids, ["a"])
+    _, run = StoredKV(store, served(session)).find(ids, ["a"])
     with pytest.raises(PackError, match=rf"{LAYERS} layers; this model has {LAYERS + 1}"):
-        StoredKV(store, served(session)).open(run, run.parts[-1].start, run.stop, LAYERS + 1)
+        StoredKV(store, served(session)).open(run, ["a"], run[-1].start, run[-1].stop, LAYERS + 1)
 
 
 @pytest.mark.parametrize("compress", ["lossless", "none"])
@@ -137,48 +144,49 @@ def test_what_a_server_computed_is_read_back_bit_for_bit(tmp_path, compress):
     stored = StoredKV(store, served(session), compress)
     handle = store.put(pack.without_kv())
     run = next(stored.find(pack.prefix + pack.token_ids, ["a"]))
-    assert not stored.has(run, run.stop)
+    assert not stored.has(run, ["a"], run[-1].stop)
     stored.write(run, whole)
     # Another replica, on the same store.
     stored = StoredKV(PackStore(tmp_path), served(session))
-    run = next(each for each in stored.find(pack.prefix + pack.token_ids, ["a"]) if stored.has(each))
-    own = run.parts[-1]
-    assert own.handle == str(handle)
-    assert store.peek(*stored._key(own)).compression == compress
+    run = next(each for each in stored.find(pack.prefix + pack.token_ids, ["a"]) if stored.has(each, ["a"]))
+    own, end = run[-1], run[-1].stop
+    assert own.entry.owners == {str(handle)}
+    assert store.head(own.entry).compression == compress
     for start in (0, 1, own.start - 1, own.start, own.start + 3):
-        assert read(stored, run, start).equal(whole.slice(start, run.stop))
-        for stop in {max(start + 1, own.start - 1), own.start + 4, run.stop}:
+        assert read(stored, run, start).equal(whole.slice(start, end))
+        for stop in {max(start + 1, own.start - 1), own.start + 4, end}:
             assert read(stored, run, start, stop).equal(whole.slice(start, stop))
     with pytest.raises(PackError, match="expected"):
         stored.write(run, whole.slice(0, 5))
     store.forget("a")
-    assert not stored.has(run, own.start - 1)
-    assert stored.has(run, own.start)
-    with pytest.raises(PackError, match="kept of this prompt"):
+    assert not stored.has(run, ["a"], own.start - 1)
+    assert stored.has(run, ["a"], own.start)
+    with pytest.raises(PackError, match="is not stored"):
         read(stored, run)
     assert read(stored, run, own.start).equal(pack.kv)
 
 
-def test_a_layer_that_is_damaged_is_not_given_and_its_pack_is_set_aside(tmp_path):
+def test_a_layer_that_is_damaged_is_not_given_and_its_entry_is_deleted(tmp_path, caplog):
     session, store = tiny_engine(), PackStore(tmp_path)
     pack, whole = packed(session, TEXT)
-    handle = store.put(pack)
+    store.put(pack)
     stored = StoredKV(store, served(session))
-    run = next(stored.find(pack.prefix + pack.token_ids, ["a"]))
-    file = next(tmp_path.glob(f"packs/a/*/{handle.id}*.safetensors"))
+    _, run = stored.find(pack.prefix + pack.token_ids, ["a"])
+    file = tmp_path / run[-1].entry.key
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    start = run.parts[-1].start
-    [reader] = stored.open(run, start, run.stop, LAYERS)
+    start, stop = run[-1].start, run[-1].stop
+    [reader] = stored.open(run, ["a"], start, stop, LAYERS)
     key, value = reader(0)
-    assert torch.equal(key, whole.keys[0][:, start : run.stop])
-    assert torch.equal(value, whole.values[0][:, start : run.stop])
-    assert stored.has(run, start)
-    with pytest.warns(PackCorruptWarning, match="KV is lost"), pytest.raises(PackCorruptError, match="digest"):
+    assert torch.equal(key, whole.keys[0][:, start:stop])
+    assert torch.equal(value, whole.values[0][:, start:stop])
+    assert stored.has(run, ["a"], start)
+    with pytest.raises(PackCorruptError, match="digest"):
         reader(LAYERS - 1)
-    assert not stored.has(run, start)
-    assert any((tmp_path / "quarantine").rglob("*.safetensors"))
+    assert "is damaged, deleted, and computed again from its text" in caplog.text
+    assert not stored.has(run, ["a"], start)
+    assert not file.exists()
 
 
 class Gate:

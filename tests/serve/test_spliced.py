@@ -11,6 +11,7 @@ import torch
 from kp_core import KVTensors, PacketComposer, PackStore, load_engine
 from kp_core.engines.hf.unloaded import token_embeddings
 from kp_core.errors import PackError, UnsupportedRequestError
+from kp_core.packs.entry import Entry
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
 from kp_core.plan.request import Request
@@ -18,7 +19,7 @@ from kp_core.rope import Rope
 from kp_serve.asked import asked, digest_of, moved_packs
 from kp_serve.preparing import laid_steps
 from kp_serve.rights import Rights, salt_of
-from kp_serve.stored import KeptPart, PackPart, StoredKV, StoredRun
+from kp_serve.stored import Part, StoredKV
 from tests.conftest import tiny_engine
 from tests.kits import tiny_model, tiny_tokenizer
 from tests.parity.families import model_of
@@ -48,7 +49,8 @@ def laid(store, said, ids, *, change=list):
     """The packs that a client names, and the rights of the requests that the server makes of it, its own last."""
     moved, packs = moved_packs(said, ids)
     prefix = pack_of(store, said).prefix
-    parts = [PackPart(start, tuple(ids[start:stop]), handle, prefix) for start, stop, handle in moved]
+    model = served(tiny_engine())
+    parts = [Part(start, Entry.of_pack(handle, model, prefix, tuple(ids[start:stop]))) for start, stop, handle in moved]
     return moved, [rights for _, rights in laid_steps(("a",), KEY, ids, change(parts), packs)]
 
 
@@ -59,15 +61,17 @@ def test_packs_lie_where_the_prompt_has_them_and_what_is_between_as_it_was_kept(
     said, ids = said_of(remote, store, handles_of(remote, store))
     moved, rights = laid(store, said, ids)
     assert len(moved) == 3  # The first one stands where it was compiled.
-    run = StoredRun(rights[-1].begins, ("a",))
-    assert [part.start for part in run.parts[1:]] == [part.stop for part in run.parts[:-1]]
-    assert (run.start, run.stop) == (0, moved[-1][1])
-    with pytest.raises(PackError, match="kept of this prompt"):
+    run = rights[-1].begins
+    assert [part.start for part in run[1:]] == [part.stop for part in run[:-1]]
+    assert (run[0].start, run[-1].stop) == (0, moved[-1][1])
+    with pytest.raises(PackError, match="is not stored"):
         read(stored, run)
     made, expected = torch.Generator().manual_seed(1), []
-    for part in run.parts:
-        if isinstance(part, PackPart):
-            pack = store.get(Handle.parse(part.handle), PackKey(model))
+    of_packs = [part for part in run if part.by]
+    assert len(of_packs) == len(moved)
+    for part in run:
+        if part in of_packs:
+            pack = store.get(part.entry.handles[0], PackKey(model))
             expected.append(rope.move(pack.kv, part.start - len(pack.prefix)))
             continue
         shapes = [(len(key), part.stop - part.start, key.shape[2]) for key in pack_of(store, said).kv.keys]
@@ -75,20 +79,19 @@ def test_packs_lie_where_the_prompt_has_them_and_what_is_between_as_it_was_kept(
         expected.append(KVTensors(*tensors))
         [step] = [each for each in rights if each.keeps == part]
         assert step.tokens == digest_of(ids[: part.stop])
-        assert step.begins == run.parts[: run.parts.index(part)]
-        stored.write(StoredRun((part,), ("a",)), expected[-1])
+        assert step.begins == run[: run.index(part)]
+        stored.write((part,), expected[-1])
     whole = KVTensors.concat(expected)
-    for start, stop in ((0, run.stop), (7, run.stop), (run.parts[2].start + 1, run.parts[3].stop - 1)):
+    for start, stop in ((0, run[-1].stop), (7, run[-1].stop), (run[2].start + 1, run[3].stop - 1)):
         assert read(stored, run, start, stop).equal(whole.slice(start, stop))
     with pytest.raises(PackError, match="cannot be moved"):
         read(StoredKV(store, model), run)
     # Neither what was kept nor packs: rights that are over, or of an adapter's request, name no namespace.
-    for kind in (PackPart, KeptPart):
-        alone = replace(run, parts=tuple(part for part in run.parts if isinstance(part, kind)))
-        assert read(stored, alone, alone.start).tokens
+    for alone in (of_packs, [part for part in run if part not in of_packs]):
+        assert read(stored, alone, alone[0].start).tokens
         for names in ((), ("b",)):
             with pytest.raises(PackError, match="may not be read"):
-                read(stored, replace(alone, namespaces=names), 0)
+                read(stored, alone, names=names)
     store.remove(Handle.parse(said["moved"][1][2]))
     with pytest.raises(PackError):
         read(stored, run)
@@ -109,7 +112,7 @@ def test_rights_to_move_count_for_one_prompt_and_one_salt(tmp_path, remote):
     others = [
         lambda parts: parts[:-1],
         lambda parts: parts[::-1],
-        lambda parts: [replace(part, prefix=(1,)) for part in parts],
+        lambda parts: [replace(part, entry=replace(part.entry, at=1)) for part in parts],
     ]
     salts = {laid(store, said, ids, change=change)[1][-1].salt for change in (list, *others)}
     assert len(salts) == 4
@@ -141,8 +144,7 @@ def test_the_server_compiles_and_computes_what_is_missing_once(server, remote):
         assert "kp" not in body
     rights = Rights.read(body["kv_transfer_params"], body["cache_salt"], KEY)
     stored = StoredKV(server.store, served(tiny_engine()), rope=tiny_engine().engine.model.rope)
-    run = StoredRun(rights.begins, rights.namespaces)
-    assert read(stored, run).tokens == run.stop
+    assert read(stored, rights.begins, names=rights.namespaces).tokens == rights.begins[-1].stop
 
 
 def test_what_cannot_be_moved_is_said(server, remote):
@@ -225,9 +227,9 @@ def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_pa
     rights = Rights.read(server.seen[-1][1]["kv_transfer_params"], server.seen[-1][1]["cache_salt"], KEY)
     stored = StoredKV(server.store, served(tiny_engine()), rope=tiny_engine().engine.model.rope)
     packet = next(part for part in rights.begins if part.by)
-    kept = server.store.read_kept(packet.key(stored.model), ["a"])
+    kept = server.store.read(packet.entry, ["a"])
     expected = tiny_engine().engine.model.rope.move(kept, packet.start - len(pack.prefix))
-    assert read(stored, StoredRun(rights.begins, ("a",)), packet.start, packet.stop).equal(expected)
+    assert read(stored, rights.begins, packet.start, packet.stop).equal(expected)
 
 
 def test_embeddings_are_those_of_the_model(thin, thin_model):

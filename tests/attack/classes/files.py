@@ -21,12 +21,13 @@ from kp_core import Fact, PackStore, Steering
 from kp_core.banks import ChromaFactStore
 from kp_core.compose import PacketComposer
 from kp_core.errors import PackCorruptError
-from kp_core.packs.file import encode_pack, read_pack
+from kp_core.packs.entry import encode_entry, open_entry
 from kp_core.steering import load_steering, save_steering
 from tests.attack.harness import Case, LostError, WrongError, refused
 from tests.attack.mutate import damaged, text, warped
 from tests.core.packs.made import FINGERPRINT, files_of, make_pack, rebuild, same
-from tests.core.packs.test_file import DATA, PACKS
+from tests.core.packs.test_entry import DATA, PACKS
+from tests.core.packs.test_entry import same as same_entry
 from tests.kits import HashEmbedder
 
 SHORT = 75
@@ -57,7 +58,7 @@ def _stored(draw: Random, folder: Path) -> None:
         try:
             found = opened.get(handle)
         except PackCorruptError as error:
-            if len(hurt) < 2 or handle != first:
+            if mine[1] not in hurt or handle != first:
                 raise LostError(f"{[each.name for each in hurt]} cost the text of {handle}") from error
             opened.put(pack)
             found = opened.get(handle)
@@ -97,32 +98,33 @@ def _wrapper(path: Path) -> PacketComposer:
     return made
 
 
-def _pack_file(draw: Random, _folder: Path) -> None:
+def _entry_file(draw: Random, _folder: Path) -> None:
     which = draw.randrange(len(PACKS))
     broken = damaged(draw, DATA[which], draw.choice(DATA))
     if broken in DATA:  # All of another one, under this name.
         which = DATA.index(broken)
     with refused():
-        if not same(read_pack(broken), PACKS[which]):
-            raise WrongError("another pack was read")
+        if not same_entry(broken, PACKS[which]):
+            raise WrongError("another entry was read")
 
 
-def _pack_content(draw: Random, _folder: Path) -> None:
-    """Another content under a valid digest: refused, or a pack that is written and read again as it is."""
+def _entry_content(draw: Random, _folder: Path) -> None:
+    """Another content under a valid digest: refused, or an entry that is written and read again as it is."""
     which = draw.randrange(len(PACKS))
     start = 8 + int.from_bytes(DATA[which][:8], "little")
     entries = json.loads(DATA[which][8:start])
     about = entries.pop("__metadata__")
-    content, version = warped(draw, json.loads(about["pack"])), draw.choice((about["version"],) * 4 + tuple("12345"))
+    content, version = warped(draw, json.loads(about["entry"])), draw.choice((about["version"],) * 4 + tuple("4567"))
     with refused():
         try:
             file = rebuild(content, entries=warped(draw, entries) if draw.random() < 0.3 else entries,
                            data=DATA[which][start:], version=version)  # fmt: skip
         except (TypeError, ValueError, RecursionError):  # JSON cannot say it.
             return
-        found = read_pack(file)
-        if not same(read_pack(b"".join(encode_pack(found).chunks())), found):
-            raise WrongError("it is written as another pack")
+        found = open_entry(file)
+        written = open_entry(b"".join(encode_entry(found.entry, found.read(), found.compression).chunks()))
+        if written.entry != found.entry or not written.read().equal(found.read()):
+            raise WrongError("it is written as another entry")
 
 
 def _source(draw: Random, folder: Path) -> None:
@@ -171,7 +173,7 @@ def _marker(draw: Random, folder: Path) -> None:
 
 
 _KINDS = (
-    *[_pack_file] * 6, *[_pack_content] * 6, *[_stored] * 3, *[_source] * 4, *[_row] * 3, _marker,
+    *[_entry_file] * 6, *[_entry_content] * 6, *[_stored] * 3, *[_source] * 4, *[_row] * 3, _marker,
     _signed(_steering, load_steering), _signed(_wrapper, PacketComposer.load),
 )  # fmt: skip
 

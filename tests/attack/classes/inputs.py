@@ -108,9 +108,7 @@ def attack(folder: Path) -> Iterator[Case]:
         lambda draw: facts.get(text(draw)),
         lambda draw: facts.bank_facts(text(draw)),
         lambda draw: facts.search(text(draw), 1, probes=1, namespace=text(draw)),
-        lambda draw: PackStore(
-            folder / "other", max_bytes=number(draw), keep_bytes=number(draw), keep_seconds=number(draw)
-        ),
+        lambda draw: PackStore(folder / "other", max_bytes=number(draw), keep_seconds=number(draw)),
         lambda draw: store.view(text(draw), trusted_roles=[text(draw)]),
         lambda draw: list(store.handles(text(draw))),
         lambda draw: store.forget(text(draw)),

@@ -116,7 +116,9 @@ class Packs(StoreMachine):
             return
         if handle not in self.textless:
             raise LostError(f"{handle} had {len(files)} files, and {how} of {file.name} cost its text")
-        # All were damaged.
+        # The text was damaged, and stays so until it is put anew or removed.
+        with suppress(PackNotFoundError):
+            self.store.remove(handle)
         del self.held[handle]
 
     @invariant()

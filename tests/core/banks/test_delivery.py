@@ -37,7 +37,6 @@ from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.template import ChatTemplate
 from kp_core.session.session import Session
 from tests.conftest import tiny_engine, until
-from tests.core.packs.made import rounded_file
 from tests.kits import CHATML, HashEmbedder, tiny_model, tiny_tokenizer
 
 FACTS = [
@@ -124,28 +123,26 @@ def test_what_is_no_way_to_store_kv_is_refused_with_the_choices(facts: MemoryFac
         compile_facts([], tiny_engine(), PackStore(tmp_path), compress="zip")  # type: ignore[arg-type]
 
 
-def test_a_pack_that_was_rounded_to_eight_bits_is_made_again_from_its_text(
+def test_a_text_of_release_02_is_answered_from_and_compiled_again(
     facts: MemoryFactStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As release 0.2 stored it: its text is read, nothing is refused, and a search puts whole KV in its place."""
     plain = packs(facts, tmp_path, kv="stored")
     [found] = plain.search("Part 2 of a.md.", 1)
     assert found.handle is not None
     store, engine, whole = plain.store, tiny_engine(), plain.store.get(found.handle)
-    stored = next(path for path in tmp_path.rglob("*.safetensors") if found.handle.id in path.name)
-    stored.write_bytes(rounded_file(whole))
-    [entry] = store.entries(found.handle)
-    assert (entry.text, entry.token_ids, entry.compression) == (whole.text, whole.token_ids, "int8")
-    assert store.get(found.handle).is_lazy
-    asked, view = f"{found.handle} Why?", store.view("default")
+    [text] = tmp_path.rglob(f"{found.handle.id}.txt")
+    text.write_text(whole.text)
+    next(tmp_path.rglob(f"{found.handle.id}.*.safetensors")).rename(text.with_suffix(".safetensors"))
+    engine.clear_cache()
     with caplog.at_level("WARNING"):
-        answer = engine.prefill(asked, view=view)
-    assert [record.message for record in caplog.records if "computed anew from its text" in record.message]
+        answer = engine.prefill(f"{found.handle} Why?", view=store.view("default"))
+    assert caplog.text.count("KV of release 0.2") == 1
     assert torch.equal(answer.logits, engine.prefill(f"{whole.text} Why?", reuse=False).logits)
     assert answer.usage.approximate_tokens == 0
     packs(facts, tmp_path, kv="stored").search("Part 2 of a.md.", 1)
     [entry] = store.entries(found.handle)
-    assert (entry.fingerprint, entry.compression, entry.stored_bytes > 0) == (whole.fingerprint, "none", True)
+    assert (entry.fingerprint, entry.stored_bytes > 0) == (whole.fingerprint, True)
+    assert store.get(found.handle).kv.equal(whole.kv)
 
 
 def test_what_is_stored_is_not_compiled_again(

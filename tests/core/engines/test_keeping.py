@@ -8,7 +8,7 @@ import torch
 
 from kp_core import load_engine
 from kp_core.errors import OptionError
-from kp_core.packs.kept import KeptEntry
+from kp_core.packs.entry import Entry
 from kp_core.packs.pack import common_length
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import Packs
@@ -64,8 +64,8 @@ def test_a_combination_survives_a_restart_bit_for_bit(stored, placement):
 class InMemory(Packs):
     """The packs of a store, beside KV that is kept in memory."""
 
-    def __init__(self, store, keep_bytes):
-        self.store, self.keep_bytes, self.kept = store, keep_bytes, {}
+    def __init__(self, store, *, keeps):
+        self.store, self.keeps, self.kept = store, keeps, {}
 
     def peek(self, handle, key=None):
         return self.store.peek(handle, key)
@@ -73,29 +73,29 @@ class InMemory(Packs):
     def get(self, handle, key=None):
         return self.store.get(handle, key)
 
-    def has_kept(self, entry, namespaces):
-        return entry.text in self.kept and entry.namespaces <= {*namespaces}
+    def has(self, entry, namespaces):
+        return entry.key in self.kept and entry.namespaces <= {*namespaces}
 
-    def read_kept(self, entry, namespaces):
-        if not self.has_kept(entry, namespaces):
+    def read(self, entry, namespaces):
+        if not self.has(entry, namespaces):
             return None
-        token_ids, kv = self.kept[entry.text]
+        token_ids, kv = self.kept[entry.key]
         return kv.slice(0, common_length(token_ids, entry.token_ids))
 
-    def write_kept(self, entry, kv):
-        self.kept[entry.text] = entry.token_ids, kv
+    def write(self, entry, kv, compression="lossless"):
+        self.kept[entry.key] = entry.token_ids, kv
         return True
 
 
 def test_a_store_of_ones_own_may_keep(stored):
     engine, store, handles = stored
-    message, own = "\n\n".join(handles) + QUESTION, InMemory(store, keep_bytes=10**9)
+    message, own = "\n\n".join(handles) + QUESTION, InMemory(store, keeps=True)
     first = ask(engine, own, message, keep="always")
     found = ask(fresh_engine(), own, message)
     assert own.kept
     assert computed_of_packs(found) <= 0
     assert torch.equal(found.logits, first.logits)
-    mute = InMemory(store, keep_bytes=0)
+    mute = InMemory(store, keeps=False)
     ask(fresh_engine(), mute, message, keep="always")
     assert not mute.kept
 
@@ -178,7 +178,7 @@ def test_only_a_view_of_all_that_stands_before_reads_it(tmp_path):
     theirs = str(store.put(engine.build_pack(words, namespace="theirs")))
     message = f"{theirs}\n\n{ours}{QUESTION}"
     ask(engine, store, message, "ours", "theirs", keep="always")
-    (entry,) = store.kept()
+    ((entry, _),) = store.kept()
     assert entry.namespaces == {"ours", "theirs"}
     assert computed_of_packs(ask(fresh_engine(), store, message, "ours", "theirs")) <= 0
     # The same tokens, one of the packs as text: the KV is there, and not for this view.
@@ -197,7 +197,7 @@ def test_words_of_a_conversation_stay_in_its_namespace(stored):
     ask(engine, store, message, "veyl", "mine", keep="always")
     assert list(store.kept()) == [], "nobody said which namespace is that of the conversation"
     ask(engine, store, message, "veyl", "mine", keep="always", keep_in="mine")
-    (entry,) = store.kept()
+    ((entry, _),) = store.kept()
     assert entry.namespaces == {"veyl", "mine"}
     for namespaces, is_read in [(("veyl",), False), (("veyl", "mine"), True)]:
         options = {"keep_in": "mine"} if is_read else {}
@@ -243,7 +243,7 @@ def test_a_namespace_that_is_forgotten_while_an_entry_is_written_keeps_nothing(t
     for step in range(10):
         blobs, other = Watched(tmp_path / str(step)), PackStore(tmp_path / str(step))
         store = PackStore(blobs)
-        entry = KeptEntry(FINGERPRINT, 1, "", tuple(range(10)), (str(store.put(make_pack("one"))),), "mine")
+        entry = Entry(FINGERPRINT, 1, "", tuple(range(10)), frozenset({str(store.put(make_pack("one"))), "mine"}))
         begun = len(blobs.done)
 
         def before(number, at=begun + step, other=other):
@@ -251,7 +251,7 @@ def test_a_namespace_that_is_forgotten_while_an_entry_is_written_keeps_nothing(t
                 other.forget("mine")
 
         blobs.before = before
-        is_kept = store.write_kept(entry, make_pack("one", tokens=10).kv)
+        is_kept = store.write(entry, make_pack("one", tokens=10).kv)
         if len(blobs.done) > begun + step:
             # Behind its last look at the mark it was kept, and is deleted by whoever forgets.
             assert list(store.kept()) == [], f"forgotten before operation {step}"
@@ -268,19 +268,19 @@ def test_what_stands_behind_a_pack_is_deleted_with_it(stored):
     assert len(list(store.kept())) == 3
     (first,) = [handle for handle in store if str(handle) == handles[0]]
     store.remove(first)
-    assert [set(entry.packs) for entry in store.kept()] == [set(handles[1:])]
+    assert [{*map(str, entry.handles)} for entry, _ in store.kept()] == [set(handles[1:])]
 
 
 def test_a_removed_pack_keeps_nothing_behind_it(stored):
     engine, store, handles = stored
-    key = KeptEntry(engine.fingerprint, 3, "0" * 32, (1, 2), (handles[0],))
+    key = Entry(engine.fingerprint, 3, "0" * 32, (1, 2), frozenset({handles[0]}))
     kv = engine.build_pack(TEXTS[0]).kv.slice(0, 2)
-    assert store.write_kept(key, kv)
-    assert store.read_kept(key, ("veyl",)).equal(kv)
-    assert store.read_kept(key, ("other",)) is None
+    assert store.write(key, kv)
+    assert store.read(key, ("veyl",)).equal(kv)
+    assert store.read(key, ("other",)) is None
     (first,) = [handle for handle in store if str(handle) == handles[0]]
     store.remove(first)
-    assert not store.write_kept(key, kv)
+    assert not store.write(key, kv)
     assert list(store.kept()) == []
 
 

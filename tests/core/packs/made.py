@@ -1,16 +1,16 @@
 """Packs, files, stores and damage for the tests of this folder."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import FolderBlobs
-from kp_core.packs.file import encode_pack
+from kp_core.packs.entry import Entry, EntryFile, encode_entry
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, Prefix
@@ -18,8 +18,6 @@ from kp_core.packs.store import PackStore
 
 FINGERPRINT = ModelFingerprint(**{field.name: field.name for field in fields(ModelFingerprint)})
 UNKNOWN = ModelFingerprint.unknown()
-EARLIER = "cut by rule 1 every 1024"
-"""The `passes` that is read from files of versions 2 to 4, see `older`."""
 
 
 def make_pack(
@@ -32,8 +30,17 @@ def make_pack(
     return replace(pack, **changes)
 
 
+def entry_of(pack: KnowledgePack, handle: Handle | None = None) -> Entry:
+    handle = handle or Handle(pack.namespace, "a" * 21)
+    return Entry.of_pack(handle, pack.fingerprint, pack.prefix, pack.token_ids)
+
+
+def file_of(pack: KnowledgePack) -> EntryFile:
+    return encode_entry(entry_of(pack), pack.kv, pack.compression)
+
+
 def encode(pack: KnowledgePack) -> bytes:
-    return b"".join(encode_pack(pack).chunks())
+    return b"".join(file_of(pack).chunks())
 
 
 def canonical(content: object) -> str:
@@ -41,50 +48,18 @@ def canonical(content: object) -> str:
 
 
 def content_of(pack: KnowledgePack) -> dict[str, Any]:
-    """What the metadata of its file say."""
-    content: dict[str, Any] = json.loads(json.loads(encode_pack(pack).head[8:])["__metadata__"]["pack"])
+    """What the metadata of the file of its entry say."""
+    content: dict[str, Any] = json.loads(json.loads(file_of(pack).head[8:])["__metadata__"]["entry"])
     return content
 
 
-def rebuild(content: object, *, version: str = "5", data: bytes = b"", entries: dict | None = None, **other) -> bytes:
+def rebuild(content: object, *, version: str = "6", data: bytes = b"", entries: dict | None = None, **other) -> bytes:
     """A file with a valid digest around any content."""
     text = content if isinstance(content, str) else canonical(content)
     digest = blake2b(f"{version}\n{text}".encode(), digest_size=16).hexdigest()
-    metadata = {"format": "knowledge-pack", "version": version, "digest": digest, "pack": text, **other}
+    metadata = {"format": "knowledge-pack-entry", "version": version, "digest": digest, "entry": text, **other}
     header = json.dumps({"__metadata__": metadata, **(entries or {})}).encode()
     return len(header).to_bytes(8, "little") + header + data
-
-
-def rounded_file(pack: KnowledgePack) -> bytes:
-    """The file in which release 0.2 stored `pack` in eight bits a number; the numbers themselves are others."""
-    file = encode_pack(pack.compressed("lossless"))
-    content = content_of(pack.compressed("lossless"))
-    content["compression"], content["fingerprint"]["dtype"] = "int8", f"{pack.fingerprint.dtype}/int8"
-    entries = {name: entry for name, entry in json.loads(file.head[8:]).items() if name != "__metadata__"}
-    return rebuild(content, entries=entries, data=b"".join(file.tensors))
-
-
-def older(content: dict[str, Any], version: str = "2", cuts: Sequence[object] = (2, 3)) -> dict[str, Any]:
-    """The metadata of a pack as files of an earlier version have them."""
-    found = {name: value for name, value in content.items() if name != "states" or version == "4"}
-    made = {name: value for name, value in content["fingerprint"].items() if name != "passes"}
-    found["fingerprint"] = {**made, "cuts": "1", "chunk_tokens": "1024"}
-    found["prefix"] = {**content["prefix"], "cuts": list(cuts)}
-    return found
-
-
-def earlier(pack: KnowledgePack) -> KnowledgePack:
-    """What is read of `pack` from an `older_file`."""
-    return replace(pack, fingerprint=replace(pack.fingerprint, passes=EARLIER))
-
-
-def older_file(pack: KnowledgePack, version: str) -> bytes:
-    """`pack` as an earlier release wrote it."""
-    data = encode(pack)
-    start = 8 + int.from_bytes(data[:8], "little")
-    entries = json.loads(data[8:start])
-    content = older(json.loads(entries.pop("__metadata__")["pack"]), version)
-    return rebuild(content, version=version, entries=entries, data=data[start:])
 
 
 def same(one: KnowledgePack, other: KnowledgePack) -> bool:
@@ -94,9 +69,10 @@ def same(one: KnowledgePack, other: KnowledgePack) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
-def files_of(store: PackStore, handle: Handle):
+def files_of(store: PackStore, handle: Handle) -> tuple[Path, Path]:
+    """The file of the entry of what `make_pack` makes, and that of its text."""
     folder = store.path / "packs" / handle.namespace / handle.id[:2]
-    return folder / f"{handle.id}.safetensors", folder / f"{handle.id}.txt"
+    return store.path / entry_of(make_pack(), handle).key, folder / f"{handle.id}.txt"
 
 
 def snapshot(store: PackStore) -> dict[str, bytes]:

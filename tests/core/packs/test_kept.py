@@ -1,4 +1,4 @@
-"""Kept entries: budget, age, damage, and writers that are killed."""
+"""Entries behind several packs: budget, age, damage, and writers that are killed."""
 
 import os
 import time
@@ -9,7 +9,7 @@ import torch
 
 from kp_core.errors import QuotaError
 from kp_core.kv import KVTensors
-from kp_core.packs.kept import KeptEntry
+from kp_core.packs.entry import Entry
 from kp_core.packs.store import PackStore
 from tests.core.packs.made import FINGERPRINT, Watched, make_pack
 
@@ -22,16 +22,17 @@ def kv_of(seed: int = 0, tokens: int = TOKENS) -> KVTensors:
     return KVTensors(tuple(tensors[:2]), tuple(tensors[2:]))
 
 
-def key_of(*handles, at: int = 0, before: str = "0" * 32, words: str | None = None) -> KeptEntry:
-    return KeptEntry(FINGERPRINT, at, before, tuple(range(TOKENS)), tuple(map(str, handles)), words)
+def key_of(*owners, at: int = 0, before: str = "0" * 32) -> Entry:
+    """An entry whose name covers all tokens, also behind words of the namespace `geo`."""
+    return Entry(FINGERPRINT, at, before, tuple(range(TOKENS)), frozenset(map(str, (*owners, "geo"))))
 
 
 def files(store: PackStore):
-    return sorted((store.path / "kept").rglob("*.safetensors"))
+    return sorted((store.path / "behind").rglob("*.safetensors"))
 
 
 def size_of(store: PackStore) -> int:
-    return sum(entry.nbytes for entry in store.kept())
+    return sum(size for _, size in store.kept())
 
 
 @pytest.fixture
@@ -41,13 +42,13 @@ def three(tmp_path):
     handles = [store.put(make_pack(text)) for text in ("one", "two")]
     keys = [key_of(*handles, at=at) for at in range(3)]
     for seed, key in enumerate(keys):
-        assert store.write_kept(key, kv_of(seed))
+        assert store.write(key, kv_of(seed))
         time.sleep(0.01)
     return store, handles, keys
 
 
 def read(store, key):
-    return store.read_kept(key, ("geo",))
+    return store.read(key, ("geo",))
 
 
 def test_what_was_written_is_read_bit_for_bit(three):
@@ -65,16 +66,18 @@ def test_every_part_of_the_key_counts(three):
         replace(key, before="1" * 32),
         replace(key, token_ids=key.token_ids[1:]),
         replace(key, model=replace(FINGERPRINT, dtype="float16")),
-        replace(key, packs=key.packs[:1]),
-        replace(key, words="geo"),
+        replace(key, owners=key.owners - {"geo"}),
+        replace(key, label="packet"),
+        replace(key, begins=8),
     ]
     assert read(store, key) is not None
-    assert [read(store, other) for other in others] == [None] * 6
-    assert read(store, replace(key, packs=key.packs[::-1])) is not None, "a set of packs; their order is in `before`"
-    assert store.read_kept(key, ("art",)) is None
+    assert [read(store, other) for other in others] == [None] * 7
+    for owners in (key.owners | {"art"}, key.owners | {f"kp:art/{'a' * 21}"}):
+        assert not store.has(replace(key, owners=owners), ("geo",))
+    assert store.read(key, ("art",)) is None
 
 
-def starting(key: KeptEntry, *, same: int, tokens: int = TOKENS) -> KeptEntry:
+def starting(key: Entry, *, same: int, tokens: int = TOKENS) -> Entry:
     """`key` of `tokens` tokens, of which the first `same` are those of `key`."""
     return replace(key, token_ids=(*key.token_ids[:same], *range(1000, 1000 + tokens - same)))
 
@@ -84,9 +87,9 @@ def starting(key: KeptEntry, *, same: int, tokens: int = TOKENS) -> KeptEntry:
 def test_an_entry_found_by_its_first_tokens_is_read_up_to_the_last_in_common(tmp_path, same, tokens):
     store = PackStore(tmp_path)
     key = replace(key_of(store.put(make_pack("one"))), begins=8)
-    assert store.write_kept(key, kv_of())
+    assert store.write(key, kv_of())
     other = starting(key, same=same, tokens=tokens)
-    assert store.has_kept(other, ("geo",))
+    assert store.has(other, ("geo",))
     assert read(store, other).equal(kv_of().slice(0, same))
     assert read(store, key).equal(kv_of())
 
@@ -94,7 +97,7 @@ def test_an_entry_found_by_its_first_tokens_is_read_up_to_the_last_in_common(tmp
 def test_a_shorter_prompt_reads_the_first_tokens_of_a_longer_entry(tmp_path):
     store = PackStore(tmp_path)
     key = replace(key_of(store.put(make_pack("one"))), begins=8)
-    assert store.write_kept(key, kv_of())
+    assert store.write(key, kv_of())
     for count in (8, 20):
         assert read(store, replace(key, token_ids=key.token_ids[:count])).equal(kv_of().slice(0, count))
     assert read(store, replace(key, token_ids=key.token_ids[:7])) is None, "it is found by as many as `begins` says"
@@ -104,8 +107,8 @@ def test_a_shorter_prompt_reads_the_first_tokens_of_a_longer_entry(tmp_path):
 def test_an_entry_is_not_found_when_its_first_tokens_differ(tmp_path, same):
     store = PackStore(tmp_path)
     key = replace(key_of(store.put(make_pack("one"))), begins=8)
-    assert store.write_kept(key, kv_of())
-    assert not store.has_kept(starting(key, same=same), ("geo",))
+    assert store.write(key, kv_of())
+    assert not store.has(starting(key, same=same), ("geo",))
     assert read(store, starting(key, same=same)) is None
 
 
@@ -122,17 +125,17 @@ def test_all_else_in_the_key_counts_where_first_tokens_find_it(tmp_path):
     store = PackStore(tmp_path)
     handles = [store.put(make_pack(text)) for text in ("one", "two")]
     key = replace(key_of(*handles), begins=8)
-    assert store.write_kept(key, kv_of())
+    assert store.write(key, kv_of())
     others = [
         replace(key, at=7),
         replace(key, before="1" * 32),
         replace(key, model=replace(FINGERPRINT, passes="others")),
-        replace(key, packs=key.packs[:1]),
-        replace(key, words="geo"),
+        replace(key, owners=key.owners - {str(handles[0])}),
+        replace(key, owners=key.owners | {"art"}),
         replace(key, begins=9),
     ]
     assert [read(store, other) for other in others] == [None] * 6
-    assert store.read_kept(key, ("art",)) is None
+    assert store.read(key, ("art",)) is None
 
 
 def test_states_are_read_with_the_last_token_alone(tmp_path):
@@ -140,7 +143,7 @@ def test_states_are_read_with_the_last_token_alone(tmp_path):
     store = PackStore(tmp_path)
     key = replace(key_of(store.put(make_pack("one"))), begins=8)
     kv = replace(kv_of(), states=(torch.ones(2, 3),))
-    assert store.write_kept(key, kv)
+    assert store.write(key, kv)
     assert read(store, key).equal(kv)
     assert read(store, starting(key, same=TOKENS, tokens=TOKENS + 5)).equal(kv)
     assert read(store, starting(key, same=20)).states == ()
@@ -150,20 +153,23 @@ def test_the_least_recently_used_goes_first(three):
     store, handles, keys = three
     size = size_of(store)
     read(store, keys[0])
-    bound = PackStore(store.path, keep_bytes=size + 10)
-    bound._uses.note("kept:geo/" + store.handle(keys[0].text, "geo").id)
-    assert bound.write_kept(key_of(*handles, at=3), kv_of(3))
+    packs = store.nbytes - size
+    bound = PackStore(store.path, max_bytes=packs + size + 10)
+    for handle in handles:
+        bound.get(handle)
+    bound._uses.note(keys[0].key)
+    assert bound.write(key_of(*handles, at=3), kv_of(3))
     assert [read(bound, key) is None for key in keys] == [False, True, False]
-    assert size_of(bound) <= size + 10
+    assert bound.nbytes <= packs + size + 10
 
 
 def test_an_entry_beyond_the_bound_is_refused_and_nothing_is_dropped(three):
     store, handles, keys = three
-    small = PackStore(store.path, keep_bytes=files(store)[0].stat().st_size)
+    small = PackStore(store.path, max_bytes=store.nbytes)
     large = replace(key_of(*handles, at=9), token_ids=tuple(range(10 * TOKENS)))
-    assert not small.write_kept(large, kv_of(9, tokens=10 * TOKENS))
+    assert not small.write(large, kv_of(9, tokens=10 * TOKENS))
     assert [read(small, key) is None for key in keys] == [False] * 3
-    assert not PackStore(store.path, keep_bytes=10).write_kept(key_of(*handles, at=9), kv_of(5))
+    assert not PackStore(store.path, max_bytes=10).write(key_of(*handles, at=9), kv_of(5))
     assert len(files(store)) == 3
 
 
@@ -173,14 +179,12 @@ def test_what_was_not_used_for_long_is_gone(three):
         os.utime(path, (0, time.time() - 100))
     store._uses._times.clear()
     late = PackStore(store.path, keep_seconds=50)
-    late._uses.note("kept:geo/" + store.handle(keys[1].text, "geo").id)
+    late._uses.note(keys[1].key)
     assert [read(late, key) is None for key in keys] == [True, False, True]
-    assert late.write_kept(key_of(*handles, at=9), kv_of(9))
+    assert late.write(key_of(*handles, at=9), kv_of(9))
     assert len(files(store)) == 2
     with pytest.raises(QuotaError, match="keep_seconds=0"):
         PackStore(store.path, keep_seconds=0)
-    with pytest.raises(QuotaError, match="keep_bytes=-1"):
-        PackStore(store.path, keep_bytes=-1)
 
 
 def test_damage_is_a_miss(three, caplog):
@@ -191,7 +195,7 @@ def test_damage_is_a_miss(three, caplog):
         path.write_bytes(data)
     found = [read(store, key) for key in keys]
     assert found.count(None) == 2
-    assert "is dropped" in caplog.text
+    assert "is damaged, deleted" in caplog.text
     assert len(files(store)) == 1
     files(store)[0].write_bytes(b"junk")
     assert [read(store, key) for key in keys] == [None] * 3
@@ -215,11 +219,11 @@ def test_a_killed_process_leaves_whole_entries_and_all_texts(tmp_path, act):
     while killed:
         free = PackStore(tmp_path / str(step))
         handles = [free.put(make_pack(text)) for text in ("one", "two")]
-        keys = [key_of(handles[0], at=0), key_of(*handles, at=1), key_of(handles[1], words="geo")]
+        keys = [key_of(handles[0], at=0), key_of(*handles, at=1), key_of(handles[1], at=2)]
         for seed, key in enumerate(keys[:2]):
-            free.write_kept(key, kv_of(seed))
+            free.write(key, kv_of(seed))
         blobs = Watched(free.path)
-        store = PackStore(blobs, keep_bytes=size_of(free) + 10 if act == "make room" else 2**30)
+        store = PackStore(blobs, max_bytes=free.nbytes + 10 if act == "make room" else 2**30)
         blobs.done.clear()
 
         def kill(number, step=step):
@@ -233,7 +237,7 @@ def test_a_killed_process_leaves_whole_entries_and_all_texts(tmp_path, act):
             elif act == "forget":
                 store.forget("geo")
             else:
-                store.write_kept(keys[2], kv_of(2))
+                store.write(keys[2], kv_of(2))
             killed = False
         except KilledError:
             pass
@@ -243,7 +247,7 @@ def test_a_killed_process_leaves_whole_entries_and_all_texts(tmp_path, act):
             found = read(after, key)
             assert found is None or found.equal(kv_of(seed))
         assert after.get(handles[1]).text == "two"
-        assert (handles[0] in after) or all(str(handles[0]) not in entry.packs for entry in after.kept())
+        assert (handles[0] in after) or all(str(handles[0]) not in entry.owners for entry, _ in after.kept())
         assert list(after.verify()) == []
         step += 1
     assert step > 3
@@ -264,7 +268,7 @@ def test_a_pack_removed_while_an_entry_is_written_takes_it_along(tmp_path):
                 free.remove(handle)
 
         blobs.before = act
-        store.write_kept(key_of(handle), kv_of())
+        store.write(key_of(handle), kv_of())
         if len(blobs.done) <= step:
             break
         assert handle not in free

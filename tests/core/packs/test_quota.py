@@ -7,19 +7,25 @@ import shutil
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 
 import pytest
 
 from kp_core.errors import QuotaError
+from kp_core.packs.entry import Entry
 from kp_core.packs.store import PackStore
-from tests.core.packs.made import Watched, files_of, make_pack, same, snapshot
+from tests.core.packs.made import FINGERPRINT, Watched, entry_of, files_of, make_pack, same, snapshot
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_the_least_recently_used_kv_goes_first(tmp_path, victim):
     packs = [make_pack(f"text {index}", tokens=50, seed=index) for index in range(4)]
     free = PackStore(tmp_path / "free")
-    sizes = [sum(path.stat().st_size for path in files_of(free, free.put(pack))) for pack in packs]
+    sizes = [
+        (free.path / entry_of(pack, handle).key).stat().st_size + files_of(free, handle)[1].stat().st_size
+        for pack in packs
+        for handle in [free.put(pack)]
+    ]
     store = PackStore(tmp_path / "bound", max_bytes=sum(sizes[:3]) + sizes[3] // 2)  # Room for one more without its KV.
     handles = [store.put(pack) for pack in packs[:3]]
     for used in {0, 1, 2} - {victim}:
@@ -92,7 +98,7 @@ def test_two_processes_tell_each_other(tmp_path):
     other.get(handles[1])
     del one, other
     PackStore(tmp_path)
-    assert set(json.loads((tmp_path / "used").read_bytes())) == {str(handle) for handle in handles}
+    assert {*PackStore(tmp_path).last_used()} == {str(handle) for handle in handles}
     assert dropped(tmp_path, handles) == [False, False, True]
 
 
@@ -106,7 +112,7 @@ def test_a_damaged_note_of_last_use_stops_nobody(tmp_path, junk):
     store.get(handles[0])
     del store
     PackStore(tmp_path)
-    assert str(handles[0]) in json.loads((tmp_path / "used").read_bytes())
+    assert handles[0].id in (tmp_path / "used").read_text()
 
 
 def test_the_end_of_a_process_writes_when_packs_were_used(tmp_path):
@@ -115,7 +121,8 @@ def test_the_end_of_a_process_writes_when_packs_were_used(tmp_path):
     use = "import sys; from kp_core import PackStore; from kp_core.packs.handle import Handle; "
     use += "store = PackStore(sys.argv[1]); store.get(Handle.parse(sys.argv[2]))"
     subprocess.run([sys.executable, "-c", use, tmp_path, str(handles[1])], check=True)  # noqa: S603
-    assert [*json.loads((tmp_path / "used").read_bytes())] == [str(handles[1])]
+    [key] = json.loads((tmp_path / "used").read_bytes())
+    assert handles[1].id in key
 
 
 def test_a_store_ends_when_it_is_dropped(tmp_path):
@@ -138,7 +145,7 @@ def test_the_garbage_collector_waits_for_no_blobs(tmp_path):
     gc.collect()
     assert blobs.done == []
     PackStore(tmp_path)
-    assert str(handles[0]) in json.loads((tmp_path / "used").read_bytes())
+    assert handles[0].id in (tmp_path / "used").read_text()
 
 
 def test_a_store_that_was_deleted_is_not_made_again(tmp_path):
@@ -149,27 +156,19 @@ def test_a_store_that_was_deleted_is_not_made_again(tmp_path):
     assert not (tmp_path / "store").exists()
 
 
-# What another writer is putting at that moment.
-
-
-def half_put(path):
-    """A store with room for a third of its only pack, whose text is not written yet; the pack, and its text's file."""
-    writer = PackStore(path)
-    pack = make_pack("half", tokens=100)
-    pack_file, text_file = files_of(writer, writer.put(pack))
-    text_file.unlink()
-    return Watched(path), pack, pack_file, text_file
-
-
-def test_a_pack_whose_text_is_not_written_yet_keeps_its_kv_until_the_next_put(tmp_path):
-    blobs, pack, pack_file, text_file = half_put(tmp_path)
-    store = PackStore(blobs, max_bytes=pack_file.stat().st_size + 4_000)
-    half = pack_file.read_bytes()
-    new = store.put(make_pack("new", tokens=100))
-    assert pack_file.read_bytes() == half, "without it its writer would take the pack for removed"
-    assert not text_file.exists()
-    text_file.write_text(pack.text)
-    store.put(make_pack("lazy", kv=None))
-    assert store.get(store.handle("half", "geo")).is_lazy
-    assert not store.get(new).is_lazy
+def test_entries_of_packs_and_entries_behind_them_share_one_bound(tmp_path):
+    free = PackStore(tmp_path)
+    handles = [free.put(make_pack(f"text {number}", tokens=50)) for number in range(2)]
+    entry = Entry(FINGERPRINT, 3, "0" * 32, tuple(range(50)), frozenset(map(str, handles)))
+    assert free.write(entry, make_pack(tokens=50).kv)
+    store = PackStore(tmp_path, max_bytes=free.nbytes + 100)
+    for handle in handles:
+        store.get(handle)
+    store.put(make_pack("new", tokens=20))
+    assert store.read(entry, {"geo"}) is None, "it was used longest ago"
+    assert all(not store.get(handle).is_lazy for handle in handles)
     assert store.nbytes <= store.max_bytes
+    assert store.write(entry, make_pack(tokens=50).kv)
+    assert store.nbytes <= store.max_bytes
+    assert [store.get(handle).text for handle in handles] == ["text 0", "text 1"]
+    assert not store.write(replace(entry, token_ids=tuple(range(5000))), make_pack(tokens=5000).kv)

@@ -3,12 +3,11 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
-from kp_core import KVTensors, PackStore, Prefix
-from kp_core.packs.file import encode_pack, has_mac, with_mac
-from kp_core.packs.kept import KeptEntry
+from kp_core import KVTensors, PackStore
+from kp_core.packs.entry import Entry, encode_entry, open_entry
 from tests.conftest import tiny_engine
+from tests.core.packs.made import entry_of
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 TEXT = "The harbour bell of Vint is rung by Oda Wick at noon, and nobody knows for whom it is rung any more."
@@ -24,47 +23,51 @@ def changed(kv):
 
 
 def test_a_seal_holds_for_what_was_sealed_and_for_nothing_else(pack):
-    sealed = with_mac(pack, KEY)
-    assert has_mac(encode_pack(sealed), KEY)
-    assert not has_mac(encode_pack(sealed), OTHER)
-    assert not has_mac(encode_pack(pack), KEY)
-    for wrong in (
-        replace(sealed, kv=changed(pack.kv)),
-        replace(sealed, text=TEXT + "."),
-        replace(sealed, namespace="b"),
-        replace(sealed, prefix=Prefix((1,))),
-        replace(sealed, token_ids=(*pack.token_ids[:-1], 0)),
-        replace(sealed, fingerprint=replace(pack.fingerprint, weights="x")),
-        replace(sealed, provenance={**sealed.provenance, "title": "x"}),
-        replace(sealed, kv=KVTensors(pack.kv.values, pack.kv.keys)),
-    ):
-        assert not has_mac(encode_pack(wrong), KEY)
+    entry, sealed = entry_of(pack), encode_entry(entry_of(pack), pack.kv, seal=KEY)
+    assert sealed.has_mac(KEY)
+    assert open_entry(b"".join(sealed.chunks())).read().equal(pack.kv)
+    assert not sealed.has_mac(OTHER)
+    assert not encode_entry(entry, pack.kv).has_mac(KEY)
+    ids = (*pack.token_ids[:-1], 0)
+    wrong = [encode_entry(entry, kv, seal=KEY) for kv in (changed(pack.kv), KVTensors(pack.kv.values, pack.kv.keys))]
+    changes = [{"at": 1}, {"before": "x"}, {"token_ids": ids}, {"label": "x"}, {"owners": entry.owners | {"b"}}]
+    changes.append({"model": replace(pack.fingerprint, weights="x")})
+    wrong += [encode_entry(replace(entry, **change), pack.kv, seal=KEY) for change in changes]
+    for file in wrong:
+        assert file.has_mac(KEY)
+        assert not replace(file, mac=sealed.mac).has_mac(KEY)
+
+
+def test_the_digests_under_a_mac_are_those_that_nobody_can_forge(pack):
+    plain, sealed = (encode_entry(entry_of(pack), pack.kv, seal=seal) for seal in (None, KEY))
+    assert not set(plain.digests) & set(sealed.digests)
 
 
 @pytest.mark.parametrize("compression", ["none", "lossless"])
-def test_a_store_tells_by_the_head_of_a_file_whether_it_is_sealed(tmp_path, pack, compression):
+def test_a_store_with_a_seal_reads_what_it_wrote_alone(tmp_path, pack, compression):
     store, open_to_all = PackStore(tmp_path, seal=KEY), PackStore(tmp_path)
-    handle = store.put(pack.compressed(compression))
-    assert not store.is_sealed(handle, pack.key)
-    assert open_to_all.is_sealed(handle, pack.key)
-    store.put(store.sealed(pack).compressed(compression))
-    assert store.is_sealed(handle, pack.key)
-    assert has_mac(encode_pack(store.get(handle)), KEY)
-    assert not PackStore(tmp_path, seal=OTHER).is_sealed(handle, pack.key)
-    # Whoever writes there makes digests anew, and keeps what stood beside.
-    store.put(replace(store.get(handle), kv=changed(pack.kv)).compressed(compression))
-    assert torch.equal(store.get(handle).kv.values[0], changed(pack.kv).values[0])
-    assert not store.is_sealed(handle, pack.key)
+    handle = open_to_all.put(pack.compressed(compression))
+    assert store.peek(handle).stored_bytes == 0
+    assert store.get(handle).is_lazy
+    assert open_to_all.get(handle).kv.equal(pack.kv)
+    store.put(pack.compressed(compression))
+    assert store.get(handle).kv.equal(pack.kv)
+    assert open_to_all.get(handle).kv.equal(pack.kv)
+    assert PackStore(tmp_path, seal=OTHER).get(handle).is_lazy
+    # Whoever writes there makes digests anew.
+    open_to_all.put(replace(pack, kv=changed(pack.kv)).compressed(compression))
+    assert open_to_all.get(handle).kv.equal(changed(pack.kv))
+    assert store.get(handle).is_lazy
 
 
 def test_what_is_kept_is_read_with_its_seal_alone(tmp_path, pack):
-    key = KeptEntry(pack.fingerprint, 0, "x", pack.token_ids, (), "a")
+    key = Entry(pack.fingerprint, 0, "x", pack.token_ids, frozenset({"a"}))
     stores = {seal: PackStore(tmp_path, seal=seal) for seal in (None, KEY, OTHER)}
-    stores[None].write_kept(key, pack.kv)
-    assert stores[None].read_kept(key, ["a"]).equal(pack.kv)
-    assert not stores[KEY].has_kept(key, ["a"])
-    assert stores[KEY].read_kept(key, ["a"]) is None
-    stores[KEY].write_kept(key, pack.kv)
-    assert stores[KEY].read_kept(key, ["a"]).equal(pack.kv)
-    assert stores[None].has_kept(key, ["a"])
-    assert not stores[OTHER].has_kept(key, ["a"])
+    stores[None].write(key, pack.kv)
+    assert stores[None].read(key, ["a"]).equal(pack.kv)
+    assert not stores[KEY].has(key, ["a"])
+    assert stores[KEY].read(key, ["a"]) is None
+    stores[KEY].write(key, pack.kv)
+    assert stores[KEY].read(key, ["a"]).equal(pack.kv)
+    assert stores[None].has(key, ["a"])
+    assert not stores[OTHER].has(key, ["a"])

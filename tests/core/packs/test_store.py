@@ -9,24 +9,12 @@ from dataclasses import replace
 import pytest
 
 from kp_core import Packs, PackView
-from kp_core.errors import HandleError, PackCorruptError, PackCorruptWarning, PackError, PackNotFoundError
+from kp_core.errors import HandleError, OptionError, PackError, PackNotFoundError
 from kp_core.packs.blobs import FolderBlobs
-from kp_core.packs.file import encode_pack
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.store import PackStore
-from tests.core.packs.made import (
-    FINGERPRINT,
-    UNKNOWN,
-    Watched,
-    earlier,
-    files_of,
-    flip,
-    make_pack,
-    older_file,
-    same,
-    snapshot,
-)
+from tests.core.packs.made import FINGERPRINT, UNKNOWN, Watched, entry_of, files_of, flip, make_pack, same, snapshot
 
 OTHER_MODEL = replace(FINGERPRINT, weights="b")
 
@@ -67,15 +55,6 @@ def test_collection(store):
     assert store.peek(handles[0]) is None
 
 
-def test_remove_forgets_quarantined_copies_too(store):
-    handle = store.put(make_pack("the secret recipe"))
-    files_of(store, handle)[0].write_bytes(b"the secret recipe")
-    with pytest.warns(PackCorruptWarning):
-        store.get(handle)
-    store.remove(handle)
-    assert not any(b"recipe" in data for data in snapshot(store).values())
-
-
 def test_view_resolves_only_what_it_may(store):
     handle = store.put(make_pack("Paris."))
     view = store.view("geo", trusted_roles={"tool"})
@@ -84,10 +63,12 @@ def test_view_resolves_only_what_it_may(store):
     assert store.view("art").split(f"See {handle}!", "tool") == (f"See {handle}!",)
 
 
-def test_text_lies_beside_the_pack_byte_for_byte(store):
+def test_the_text_ends_its_file_byte_for_byte(store):
     text = "one\r\ntwo\n\x00“three”\ufeff"
     pack, beside = files_of(store, store.put(make_pack(text)))
-    assert beside.read_bytes() == text.encode()
+    line, _, rest = beside.read_bytes().partition(b"\n")
+    assert rest == text.encode()
+    assert json.loads(line[33:])["provenance"] == {"title": text}
     assert stat.S_IMODE(pack.stat().st_mode) == stat.S_IMODE(beside.stat().st_mode) == 0o600
 
 
@@ -135,8 +116,9 @@ def test_putting_again_writes_nothing(store):
     assert store.put(make_pack()) == handle
     assert written(store, handle) == before
     files_of(store, handle)[1].unlink()
+    assert handle not in store
     store.put(make_pack())
-    assert files_of(store, handle)[1].read_text() == "Paris."
+    assert same(store.get(handle), make_pack())
 
 
 @pytest.mark.parametrize(
@@ -168,6 +150,13 @@ def test_what_displaces_what(store, stored, new, wins):
     assert [entry.key for entry in store.entries(handle)] == both
 
 
+def test_options_that_are_gone_are_refused_with_what_to_use(tmp_path):
+    with pytest.raises(OptionError, match=r"no option 'keep_bytes'\. It is gone in 0\.3; `max_bytes` bounds all KV"):
+        PackStore(tmp_path, keep_bytes=1)
+    with pytest.raises(OptionError, match="no option 'size'"):
+        PackStore(tmp_path, size=1)
+
+
 # Several entries of one text.
 
 
@@ -183,6 +172,9 @@ def test_models_and_prefixes_do_not_displace_one_another(store):
         assert same(again.peek(handle, pack.key), pack.without_kv())
     assert [again.peek(handle, PackKey(model)).prefix for model in models] == [prefixes[0]] * 2, "the first one"
     assert again.peek(handle, PackKey(FINGERPRINT, Prefix((7,)))).prefix == prefixes[0]
+    store.blobs.delete(entry_of(packs[1], handle).key)
+    assert same(again.get(handle, packs[1].key), packs[1].without_kv()), "its text and tokens stay"
+    store.put(packs[1])
     assert again.peek(handle, PackKey(replace(FINGERPRINT, weights="c"))).fingerprint == FINGERPRINT
     assert len(list(again.entries(handle))) == 6
     assert list(again) == [handle]
@@ -193,166 +185,65 @@ def test_models_and_prefixes_do_not_displace_one_another(store):
     assert not list((store.path / "packs").rglob("*.*")), "and all of it goes with the pack"
 
 
-# What an earlier release left.
+def test_kv_that_is_put_again_is_found_behind_its_own_prefix_alone(store):
+    """What a request computed for its own position is never read at another one."""
+    handle, other = store.put(make_pack()), make_pack(fingerprint=OTHER_MODEL, prefix=Prefix((1, 2, 3)), seed=1)
+    assert store.put_again(other)
+    assert same(store.get(handle, other.key), other)
+    for key in (None, PackKey(OTHER_MODEL), PackKey(OTHER_MODEL, Prefix((1, 2)))):
+        assert same(store.get(handle, key), make_pack())
+    assert [entry.key for entry in store.entries(handle)] == [make_pack().key]
+    store.remove(handle)
+    assert not store.put_again(other)
+    assert not list((store.path / "packs").rglob("*.*"))
 
 
-OTHER_MACHINE = replace(FINGERPRINT, passes="on another machine")
-OF_OTHER = make_pack(fingerprint=OTHER_MODEL, seed=2)
+# What release 0.2 left.
 
 
-def store_of_earlier(store: PackStore, first: KnowledgePack, *beside: KnowledgePack) -> Handle:
-    """`store` as an earlier release left it, of entries of one text."""
-    handle = store.handle(first.text, first.namespace)
-    path, text = files_of(store, handle)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(older_file(first, "2"))
-    for number, pack in enumerate(beside):
-        path.with_suffix(f".{number:016x}.safetensors").write_bytes(older_file(pack, "2"))
-    text.write_text(first.text)
-    return handle
-
-
-def version_of(path) -> str:
-    data = path.read_bytes()
-    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["version"]
-
-
-def test_what_an_earlier_release_stored_is_read_and_stored_in_the_present_version(store):
-    handle = store_of_earlier(store, make_pack())
-    path, _ = files_of(store, handle)
-    found = store.get(handle)
-    assert same(found, earlier(make_pack()))
-    assert same(store.peek(handle), found.without_kv())
-    assert store.peek(handle, make_pack().key).fingerprint.is_earlier, "so that the engine computes it anew"
-    assert list(store.verify()) == []
-    assert version_of(path) == "2"
-    assert store.put(found) == handle
-    assert version_of(path) == "5"
-    assert same(store.get(handle), found)
-    assert store.get(handle).fingerprint.is_earlier
-    assert [entry.key for entry in store.entries(handle)] == [found.key]
-
-
-@pytest.mark.parametrize("new", [make_pack(), make_pack(kv=None), make_pack(prefix=Prefix((1,)))])
-def test_compiled_anew_a_pack_displaces_what_an_earlier_release_made(store, new):
-    handle = store_of_earlier(store, make_pack(seed=1))
-    assert store.put(new) == handle
-    assert [entry.key for entry in store.entries(handle)] == [new.key]
-    assert version_of(files_of(store, handle)[0]) == "5"
-    assert same(store.get(handle, new.key), new)
-    assert len(list(files_of(store, handle)[0].parent.iterdir())) == 2
-
-
-def test_what_another_kind_of_machine_computed_stays_beside_what_is_compiled_anew(store):
-    handle = store_of_earlier(store, make_pack(seed=1))
-    theirs, mine = make_pack(fingerprint=OTHER_MACHINE, seed=2), make_pack(seed=3)
-    store.put(theirs)
-    assert [entry.key for entry in store.entries(handle)] == [theirs.key], "the first that is compiled displaces it"
-    store.put(mine)
-    assert [entry.key for entry in store.entries(handle)] == [theirs.key, mine.key]
-    for pack in (theirs, mine):
-        assert same(store.get(handle, pack.key), pack)
+def test_a_store_of_release_02_keeps_its_texts_and_says_once_that_kv_is_computed_again(tmp_path, caplog):
+    """Handles are those that `docs/format.md` gives."""
+    text, name = "The Eiffel Tower", "tmn7tkvyuryf6lsptrqky"
+    (tmp_path / "secret").write_bytes(bytes(range(32)))
+    folder = tmp_path / "packs" / "paris-1889" / name[:2]
+    folder.mkdir(parents=True)
+    old = [folder / f"{name}.safetensors", folder / f"{name}.{'0' * 16}.safetensors"]
+    old += [tmp_path / "kept" / "paris-1889" / "ab" / f"ab{'c' * 19}.safetensors"]
+    old += [tmp_path / "quarantine" / f"paris-1889.{name}.1.safetensors"]
+    for file in old:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"of release 0.2")
+    (folder / f"{name}.txt").write_text(text)
+    store, handle = PackStore(tmp_path), Handle.parse(f"kp:paris-1889/{name}")
     before = snapshot(store)
-    store.put(theirs)
-    store.put(mine)
-    assert snapshot(store) == before
+    assert store.handle(text, "paris-1889") == handle
+    for _ in range(2):
+        assert same(store.get(handle), KnowledgePack(text, "paris-1889", (), Prefix(), UNKNOWN))
+    assert list(store) == [handle]
+    assert dict(store.texts(["paris-1889"])) == {handle: text}
+    assert list(store.verify()) == []
+    assert snapshot(store) == before, "nothing is deleted"
+    assert caplog.text.count("holds KV of release 0.2, which is computed again from its texts") == 1
+    pack = make_pack(text, "paris-1889")
+    assert store.put(pack) == handle
+    assert same(PackStore(tmp_path).get(handle), pack)
+    store.remove(handle)
+    assert not [file for file in old if file.exists()], "with its pack goes what nobody reads any more"
 
 
-def test_a_text_alone_does_not_displace_what_an_earlier_release_made(store):
-    handle = store_of_earlier(store, make_pack())
-    store.put(make_pack(kv=None, token_ids=(), prefix=Prefix(), fingerprint=UNKNOWN))
-    assert same(store.get(handle), earlier(make_pack()))
-
-
-@pytest.mark.parametrize("first", [make_pack(), OF_OTHER])
-def test_each_model_finds_that_an_earlier_release_compiled_the_text_for_it(store, first):
-    """Whichever of two models compiles it anew first, the other one must not take the pack for a stranger's."""
-    beside = OF_OTHER if first.fingerprint == FINGERPRINT else make_pack()
-    handle = store_of_earlier(store, first, beside)
-    packs = [first, beside]
-    for compiled in ([], [first], [beside]):
-        fresh = PackStore(store.path)
-        for pack in compiled:
-            fresh.put(pack)
-        for pack in packs:
-            found = fresh.peek(handle, PackKey(pack.fingerprint))
-            assert found.fingerprint.same_model(pack.fingerprint)
-            assert same(fresh.get(handle, PackKey(pack.fingerprint)).without_kv(), replace(found, stored_bytes=0))
-    for pack in packs:
-        assert same(store.get(handle, pack.key), pack)
-    stranger = replace(FINGERPRINT, weights="c")
-    assert store.peek(handle, PackKey(stranger)).fingerprint == first.fingerprint
-
-
-def test_what_is_first_stays_where_another_model_compiles_the_text(store):
-    handle = store_of_earlier(store, make_pack())
-    store.put(OF_OTHER)
-    assert [entry.key for entry in store.entries(handle)] == [earlier(make_pack()).key, OF_OTHER.key]
-    store.put(make_pack())
-    assert [entry.key for entry in store.entries(handle)] == [make_pack().key, OF_OTHER.key]
-
-
-def test_a_damaged_file_of_an_earlier_release_is_mended_in_the_present_version(store):
-    handle = store_of_earlier(store, make_pack())
-    path, _ = files_of(store, handle)
-    flip(path, -1)
-    with pytest.warns(PackCorruptWarning, match="text and token ids are intact"):
-        assert same(store.get(handle), earlier(make_pack(kv=None)))
-    assert version_of(path) == "5"
-    assert store.get(handle).fingerprint.is_earlier
-
-
-def test_a_damaged_entry_is_set_aside_and_the_pack_stays(store):
+def test_a_damaged_entry_is_deleted_and_the_pack_stays(store, caplog):
     first, second = make_pack(), make_pack(fingerprint=OTHER_MODEL, seed=1)
     handle = store.put(first)
     store.put(second)
-    (beside,) = set(files_of(store, handle)[0].parent.glob("*.safetensors")) - {files_of(store, handle)[0]}
+    beside = store.path / entry_of(second, handle).key
     flip(beside, -1)
     assert [which for which, _ in store.verify()] == [handle]
-    with pytest.warns(PackCorruptWarning, match="An entry of the pack"):
-        assert same(store.get(handle, second.key), first)
+    assert same(store.get(handle, second.key), second.without_kv())
+    assert "is damaged, deleted, and computed again from its text" in caplog.text
+    assert not beside.exists()
     assert list(store.verify()) == []
-    assert same(store.get(store.put(second), second.key), second)
-
-
-def test_the_text_is_taken_from_an_entry_beside_when_all_else_is_damaged(store):
-    first, second = make_pack(), make_pack(fingerprint=OTHER_MODEL, seed=1)
-    handle = store.put(first)
-    store.put(second)
-    path, text = files_of(store, handle)
-    path.write_bytes(b"junk")
-    text.unlink()
-    with pytest.warns(PackCorruptWarning, match="text is intact"):
-        assert store.get(handle).text == first.text
-    assert text.read_text() == first.text
-    assert same(store.get(handle, second.key), second)
-
-
-def test_with_a_pack_that_is_gone_go_its_other_entries(store):
-    handle = store.put(make_pack())
-    store.put(make_pack(fingerprint=OTHER_MODEL, seed=1))
-    path, text = files_of(store, handle)
-    (beside,) = set(path.parent.glob("*.safetensors")) - {path}
-    for file in (path, beside, text):
-        file.write_bytes(b"junk")
-    with pytest.raises(PackCorruptError, match=r"Set aside: .*, .*, "):
-        store.get(handle)
-    assert not list(path.parent.iterdir())
-    store.remove(handle)
-    assert not list((store.path / "quarantine").iterdir())
-
-
-def test_a_lost_first_entry_is_mended_beside_the_others(store):
-    first, second = make_pack(), make_pack(fingerprint=OTHER_MODEL, seed=1)
-    handle = store.put(first)
-    store.put(second)
-    files_of(store, handle)[0].unlink()
-    assert same(store.get(handle, second.key), second)
-    with pytest.warns(PackCorruptWarning, match="missing"):
-        assert store.get(handle).fingerprint == UNKNOWN
-    store.put(first)
     assert same(store.get(handle), first)
-    assert same(store.get(handle, second.key), second)
+    assert same(store.get(store.put(second), second.key), second)
 
 
 def test_entries_of_one_text_lose_their_kv_alone(tmp_path):
@@ -364,7 +255,7 @@ def test_entries_of_one_text_lose_their_kv_alone(tmp_path):
     bound.get(handle)  # So the other one was not used for longest.
     bound.put(make_pack("new", tokens=20))
     assert same(bound.get(handle, first.key), first)
-    assert bound.peek(handle, second.key).fingerprint == FINGERPRINT, "what is left is the first entry"
+    assert same(bound.get(handle, second.key), second.without_kv())
     assert bound.nbytes <= bound.max_bytes
 
 
@@ -372,10 +263,10 @@ def test_peek_reads_a_file_once_and_sees_every_change(tmp_path):
     blobs = Watched(tmp_path)
     store = PackStore(blobs)
     handle = store.put(make_pack())
-    assert store.peek(handle) is store.peek(handle)
+    store.peek(handle)
     blobs.done.clear()
     store.peek(handle)
-    assert blobs.done == ["stat"]
+    assert blobs.done == ["stat", "stat"], "of the text and of the entry"
     PackStore(store.path).put(make_pack(seed=1, provenance={"title": "Pisa.!"}))  # Another process; the same size.
     blobs.done.clear()
     assert store.peek(handle).provenance == {"title": "Pisa.!"}
@@ -385,11 +276,10 @@ def test_peek_reads_a_file_once_and_sees_every_change(tmp_path):
 def test_peek_tells_how_much_kv_is_stored(store):
     pack = make_pack()
     handle = store.put(pack)
-    assert store.peek(handle).stored_bytes == pack.nbytes > 0
+    assert store.peek(handle).stored_bytes > pack.nbytes > 0
     assert store.get(handle).stored_bytes == store.peek(store.put(make_pack("lazy", kv=None))).stored_bytes == 0
     flip(files_of(store, handle)[0], -1)
-    with pytest.warns(PackCorruptWarning):
-        store.get(handle)
+    store.get(handle)
     assert store.peek(handle).stored_bytes == 0
 
 
@@ -402,13 +292,14 @@ def test_verify_names_what_is_damaged_and_changes_nothing(store):
     handles = sorted(store.put(make_pack(text)) for text in ("whole", "bent", "torn", "lost", "text"))
     flip(files_of(store, handles[0])[0], -1)
     files_of(store, handles[1])[0].write_bytes(b"torn")
-    files_of(store, handles[2])[0].unlink()
+    files_of(store, handles[2])[1].write_text("another text")
+    files_of(store, handles[3])[0].unlink()  # Its KV is computed again.
     before = snapshot(store)
     found = dict(store.verify())
     assert sorted(found) == handles[:3]
     assert "digest" in found[handles[0]]
     assert "header" in found[handles[1]]
-    assert "missing" in found[handles[2]]
+    assert "another text" in found[handles[2]]
     assert snapshot(store) == before
 
 
@@ -456,26 +347,6 @@ def test_what_a_crash_leaves_of_a_new_store_is_no_hindrance(tmp_path):
     (tmp_path / "staging" / "secret.tmp").write_bytes(b"half")
     store = PackStore(tmp_path)
     assert same(store.get(store.put(make_pack())), make_pack())
-
-
-def test_a_store_of_the_release_before(tmp_path):
-    """Its layout had a lock and no `used`; handles are those that `docs/format.md` gives."""
-    text, name = "The Eiffel Tower", "tmn7tkvyuryf6lsptrqky"
-    pack = make_pack(text, "paris-1889")
-    (tmp_path / "secret").write_bytes(bytes(range(32)))
-    (tmp_path / "lock").touch()
-    folder = tmp_path / "packs" / "paris-1889" / name[:2]
-    folder.mkdir(parents=True)
-    (folder / f"{name}.safetensors").write_bytes(b"".join(encode_pack(pack).chunks()))
-    (folder / f"{name}.txt").write_text(text)
-    store = PackStore(tmp_path)
-    before = snapshot(store)
-    handle = Handle.parse(f"kp:paris-1889/{name}")
-    assert store.put(pack) == handle == store.handle(text, "paris-1889")
-    assert list(store) == [handle]
-    assert list(store.verify()) == []
-    assert same(store.get(handle), pack)
-    assert snapshot(store) == before
 
 
 # What is new.

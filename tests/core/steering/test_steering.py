@@ -12,11 +12,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kp_core import load_engine
+from kp_core import PackStore, load_engine
 from kp_core.engines.local.buffer import TILE
 from kp_core.engines.local.tree import PrefixTree
 from kp_core.errors import FingerprintMismatchError, PackError, SteeringError
-from kp_core.packs.file import encode_pack
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.steering import (
     Steering,
@@ -28,6 +27,7 @@ from kp_core.steering import (
     save_steering,
 )
 from tests.conftest import alike, tiny_engine
+from tests.core.packs.made import encode
 from tests.kits import tiny_model, tiny_tokenizer
 from tests.matrix import architectures
 
@@ -440,17 +440,17 @@ def test_a_damaged_file_is_refused(tmp_path):
         with pytest.raises(SteeringError, match="no intact steering"):
             load_steering(path)
     pack = tiny_engine().build_pack("A fact of the an.")
-    path.write_bytes(b"".join(encode_pack(pack).chunks()))
+    path.write_bytes(encode(pack))
     with pytest.raises(SteeringError, match="no intact steering"):
         load_steering(path)
     with pytest.raises(FileNotFoundError):
         load_steering(tmp_path / "none")
 
 
-def test_a_steered_pack_cannot_be_encoded():
+def test_a_steered_pack_cannot_be_stored(tmp_path):
     pack = tiny_engine().build_pack("A fact of the an.")
     with pytest.raises(PackError, match="save_steering"):
-        encode_pack(pack.steer(steering_of(tiny_engine())))
+        PackStore(tmp_path).put(pack.steer(steering_of(tiny_engine())))
 
 
 NAMES = [

@@ -1,4 +1,4 @@
-"""Bytes of one pack file: round trips, agreement with the safetensors library, and what a reader rejects."""
+"""Bytes of the file of an entry: round trips, agreement with the safetensors library, and what a reader rejects."""
 
 import json
 from dataclasses import fields, replace
@@ -14,12 +14,11 @@ from safetensors.torch import load_file
 
 from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
-from kp_core.packs.file import encode_pack, read_header, read_pack
+from kp_core.packs.entry import encode_entry, open_entry, read_header
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix
-from tests.core.packs.made import EARLIER, content_of, earlier, encode, older, older_file, rebuild
+from tests.core.packs.made import content_of, encode, entry_of, file_of, rebuild
 
-TEXT = "Paris “lies” on the\nSeine \u2028\x00\x7f <|im_end|> 🗼"
 FINGERPRINT = ModelFingerprint(**{field.name: f"{field.name}-é" for field in fields(ModelFingerprint)})
 
 
@@ -30,23 +29,15 @@ def make_kv(tokens: int, dtype: torch.dtype = torch.bfloat16, layers: int = 2, s
     return KVTensors(tuple(tensors[::2]), tuple(tensors[1::2]))
 
 
-def make_pack(tokens: int = 5, *, kv: bool = True, dtype: torch.dtype = torch.bfloat16) -> KnowledgePack:
-    return KnowledgePack(
-        text=TEXT,
-        namespace="geo",
-        token_ids=tuple(range(7, 7 + tokens)),
-        prefix=Prefix((1, 2, 3)),
-        fingerprint=FINGERPRINT,
-        kv=make_kv(tokens, dtype) if kv else None,
-        provenance={"title": "Städte", "source": "a\nb"},
-    )
+def make_pack(tokens: int = 5, *, dtype: torch.dtype = torch.bfloat16) -> KnowledgePack:
+    ids = tuple(range(7, 7 + tokens))
+    return KnowledgePack("A text.", "geo", ids, Prefix((1, 2, 3)), FINGERPRINT, make_kv(tokens, dtype))
 
 
-def same(one: KnowledgePack, other: KnowledgePack) -> bool:
-    if (one.kv is None) != (other.kv is None) or (one.kv and other.kv and not one.kv.equal(other.kv)):
-        return False
-    names = [field.name for field in fields(KnowledgePack) if field.name != "kv"]
-    return all(getattr(one, name) == getattr(other, name) for name in names)
+def same(data: bytes, pack: KnowledgePack) -> bool:
+    """Whether a file is that of the entry of `pack`, to the last bit."""
+    file = open_entry(data)
+    return (file.entry, file.compression) == (entry_of(pack), pack.compression) and file.read().equal(pack.kv)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -54,10 +45,11 @@ def same(one: KnowledgePack, other: KnowledgePack) -> bool:
 def test_round_trip(dtype, tokens):
     pack = make_pack(tokens, dtype=dtype)
     data = encode(pack)
-    assert len(data) == encode_pack(pack).nbytes
-    assert same(read_pack(data), pack)
-    assert same(read_header(data).pack, pack.without_kv())
-    assert encode(read_pack(data)) == data
+    assert len(data) == file_of(pack).nbytes
+    assert same(data, pack)
+    assert read_header(data).entry == entry_of(pack)
+    assert read_header(data[:4000], len(data)).head == file_of(pack).head
+    assert b"".join(encode_entry(open_entry(data).entry, open_entry(data).read()).chunks()) == data
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -69,9 +61,8 @@ def test_compressed_round_trip(dtype, tokens):
     assert pack.kv is plain.kv
     data = encode(pack)
     assert content_of(pack)["compression"] == "lossless"
-    assert same(read_pack(data), pack)
-    assert same(read_header(data).pack, pack.without_kv())
-    assert encode(read_pack(data)) == data
+    assert same(data, pack)
+    assert read_header(data).entry == entry_of(pack)
     if tokens == 700:
         assert len(data) < len(encode(plain))
 
@@ -87,14 +78,14 @@ def test_any_finite_numbers_survive_compression(data):
     assert numbers.element_size() * 8 == width
     kv = KVTensors((numbers.view(2, 3, 4),), (numbers.flip(0).view(2, 3, 4),))
     pack = replace(make_pack(3), kv=kv).compressed("lossless")
-    found = read_pack(encode(pack)).kv
+    found = open_entry(encode(pack)).read()
     for one, other in zip((*found.keys, *found.values), (*pack.kv.keys, *pack.kv.values), strict=True):
         assert torch.equal(one.view(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def test_other_compressions_are_refused_and_eight_bits_with_what_to_use():
     for write in (
-        lambda: encode_pack(replace(make_pack(), compression="int8")),
+        lambda: file_of(replace(make_pack(), compression="int8")),
         lambda: make_pack().compressed("int8"),
     ):
         with pytest.raises(PackError, match=r"expected one of none, lossless\. It is gone in 0\.3; 'lossless' stores"):
@@ -113,11 +104,8 @@ def with_states(pack: KnowledgePack) -> KnowledgePack:
 def test_states_of_recurrent_layers_round_trip(tmp_path, tokens, compression):
     pack = with_states(make_pack(tokens)).compressed(compression)
     data = encode(pack)
-    found = read_pack(data)
-    assert same(found, pack)
-    assert [state.dtype for state in found.kv.states] == [torch.bfloat16, torch.float32, torch.float32]
-    assert encode(found) == data
-    assert same(read_header(data).pack, pack.without_kv())
+    assert same(data, pack)
+    assert [state.dtype for state in open_entry(data).read().states] == [torch.bfloat16, torch.float32, torch.float32]
     (tmp_path / "pack.safetensors").write_bytes(data)
     assert {"states.0", "states.1", "states.2"} < load_file(tmp_path / "pack.safetensors").keys()
 
@@ -127,50 +115,37 @@ def test_a_model_without_keys_has_states_alone():
     pack = with_states(replace(make_pack(), kv=KVTensors((empty,), (empty,))))
     assert pack.nbytes == pack.kv.state_bytes > 0
     for compression in ("none", "lossless"):
-        assert same(read_pack(encode(pack.compressed(compression))), pack.compressed(compression))
-
-
-def test_lazy_round_trip():
-    pack = make_pack(kv=False)
-    assert same(read_pack(encode(pack)), pack)
+        assert same(encode(pack.compressed(compression)), pack.compressed(compression))
 
 
 def test_large_packs_are_hashed_in_threads():
     pack = replace(make_pack(300), kv=make_kv(300, torch.float64, layers=40))
     assert pack.nbytes > 4_000_000
     data = encode(pack)
-    assert same(read_pack(data), pack)
+    assert same(data, pack)
     with pytest.raises(PackCorruptError, match=r"layers\.39\.value"):
-        read_pack(data[:-1] + bytes([data[-1] ^ 1]))
+        open_entry(data[:-1] + bytes([data[-1] ^ 1])).read()
 
 
 def test_views_are_stored_compactly():
     pack = make_pack(4)
     part = replace(pack, token_ids=pack.token_ids[1:3], kv=pack.kv.slice(1, 3))
-    assert same(read_pack(encode(part)), part)
+    assert same(encode(part), part)
     assert len(encode(part)) < len(encode(pack))
 
 
-@pytest.mark.parametrize("kv", [True, False])
-def test_the_safetensors_library_reads_the_same(tmp_path, kv):
-    pack, path = make_pack(kv=kv), tmp_path / "pack.safetensors"
+def test_the_safetensors_library_reads_the_same(tmp_path):
+    pack, path = make_pack(), tmp_path / "entry.safetensors"
     path.write_bytes(encode(pack))
     tensors = load_file(path)
-    expected = (
-        {
-            f"layers.{layer}.{name}": tensor
-            for name, side in (("key", pack.kv.keys), ("value", pack.kv.values))
-            for layer, tensor in enumerate(side)
-        }
-        if kv
-        else {}
-    )
+    sides = (("key", pack.kv.keys), ("value", pack.kv.values))
+    expected = {f"layers.{layer}.{name}": tensor for name, side in sides for layer, tensor in enumerate(side)}
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     with safe_open(path, "pt") as opened:
         metadata = opened.metadata()
-    assert metadata.keys() == {"format", "version", "digest", "pack"}
-    assert json.loads(metadata["pack"])["text"] == TEXT
+    assert metadata.keys() == {"format", "version", "digest", "entry"}
+    assert json.loads(metadata["entry"])["token_ids"] == [*pack.token_ids]
 
 
 def test_layout():
@@ -187,46 +162,48 @@ def test_layout():
 
 def test_metadata_follow_the_schema():
     jsonschema = pytest.importorskip("jsonschema")
-    schema = json.loads((Path(__file__).parents[3] / "docs" / "pack.schema.json").read_text())
+    schema = json.loads((Path(__file__).parents[3] / "docs" / "entry.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
-    for pack in (make_pack(), make_pack(kv=False), make_pack(0), *PACKS):
+    for pack in (make_pack(), make_pack(0), *PACKS):
         content = content_of(pack)
         jsonschema.validate(content, schema)
-        for name in content.keys() - {"compression"}:
+        for name in content:
             with pytest.raises(jsonschema.ValidationError):
                 jsonschema.validate({key: value for key, value in content.items() if key != name}, schema)
-        for wrong in ({**content, "token_ids": [-1]}, older(content), older(content, "4")):
-            with pytest.raises(jsonschema.ValidationError):
-                jsonschema.validate(wrong, schema)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**content, "token_ids": [-1]}, schema)
+
+
+INTEGERS = torch.zeros(1, 5, 2, dtype=torch.int8)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"text": "\ud800"},
-        {"provenance": {"title": 3}},
-        {"provenance": {"title": "\udfff"}},
         {"token_ids": (1.0, 2, 3, 4, 5)},
         {"token_ids": (True, 2, 3, 4, 5)},
         {"token_ids": (-1, 2, 3, 4, 5)},
-        {"prefix": Prefix((2**53,))},
-        {"fingerprint": replace(FINGERPRINT, rope="\ud800")},
-        {"kv": KVTensors((torch.zeros(1, 5, 2, dtype=torch.int8),), (torch.zeros(1, 5, 2, dtype=torch.int8),))},
+        {"at": 2**53},
+        {"label": "\ud800"},
+        {"owners": frozenset({"kp:geo/short"})},
+        {"owners": frozenset({"../up"})},
+        {"model": replace(FINGERPRINT, rope="\ud800")},
+        {"kv": KVTensors((INTEGERS,), (INTEGERS,))},
     ],
 )
 def test_what_the_format_cannot_hold_is_refused_on_writing(change):
+    kv = change.pop("kv", make_pack().kv)
     with pytest.raises(PackError, match="cannot be stored"):
-        encode_pack(replace(make_pack(), **change))
+        encode_entry(replace(entry_of(make_pack()), **change), kv)
 
 
-@pytest.mark.parametrize("version", ["1", "6"])
+@pytest.mark.parametrize("version", ["5", "7"])
 def test_another_version_is_named(version):
     with pytest.raises(PackError, match=f"version '{version}' of the format"):
         read_header(rebuild({"anything": 1}, version=version))
 
 
 CONTENT = content_of(make_pack())
-LAZY = content_of(make_pack(kv=False))
 OF_KEY = CONTENT["tensors"]["layers.0.key"]
 
 
@@ -238,40 +215,35 @@ OF_KEY = CONTENT["tensors"]["layers.0.key"]
         "null",
         "[" * 100_000,
         "9" * 5_000,
-        '{"text": "a", "text": "b"}',
+        '{"label": "a", "label": "b"}',
         {},
-        {**LAZY, "extra": 1},
-        {**LAZY, "text": 3},
-        {**LAZY, "text": "\ud800"},
-        {**LAZY, "namespace": "../up"},
-        {**LAZY, "token_ids": [1, 2, 3, 4, True]},
-        {**LAZY, "token_ids": [1, 2, 3, 4, 5.0]},
-        {**LAZY, "token_ids": {"0": 1}},
-        {**LAZY, "tokens": 4},
-        {**LAZY, "layers": 1},
-        {**LAZY, "dtype": "bfloat16"},
-        {**LAZY, "prefix": {}},
-        {**LAZY, "prefix": {"cuts": [], "token_ids": []}},
-        {**LAZY, "prefix": []},
-        {**LAZY, "head": LAZY["prefix"]},
-        {**LAZY, "states": 1},
-        {**LAZY, "states": False},
-        {**LAZY, "states": None},
-        {name: value for name, value in LAZY.items() if name != "states"},
-        {**LAZY, "compression": "lossless"},
-        {**LAZY, "compression": "none"},
-        {**LAZY, "fingerprint": {name: "a" for name in LAZY["fingerprint"] if name != "engine"}},
-        {**LAZY, "fingerprint": older(LAZY)["fingerprint"]},
-        {**LAZY, "fingerprint": {**LAZY["fingerprint"], "cuts": "1", "chunk_tokens": "1024"}},
-        {**LAZY, "fingerprint": {**LAZY["fingerprint"], "engine": 1}},
-        {**LAZY, "provenance": {"title": None}},
-        {**LAZY, "fingerprint": {"weights": "a"}},
+        {**CONTENT, "extra": 1},
+        {**CONTENT, "label": 3},
+        {**CONTENT, "label": "\ud800"},
+        {**CONTENT, "owners": ["../up"]},
+        {**CONTENT, "owners": [1]},
+        {**CONTENT, "owners": CONTENT["owners"] * 2},
+        {**CONTENT, "owners": ["kp:geo/short"]},
+        {**CONTENT, "token_ids": [1, 2, 3, 4, True]},
+        {**CONTENT, "token_ids": [1, 2, 3, 4, 5.0]},
+        {**CONTENT, "token_ids": {"0": 1}},
+        {**CONTENT, "at": -1},
+        {**CONTENT, "at": None},
+        {**CONTENT, "begins": "0"},
+        {**CONTENT, "states": 1},
+        {**CONTENT, "states": False},
+        {**CONTENT, "states": None},
+        {name: value for name, value in CONTENT.items() if name != "states"},
+        {**CONTENT, "fingerprint": {name: "a" for name in CONTENT["fingerprint"] if name != "engine"}},
+        {**CONTENT, "fingerprint": {**CONTENT["fingerprint"], "cuts": "1"}},
+        {**CONTENT, "fingerprint": {**CONTENT["fingerprint"], "engine": 1}},
+        {**CONTENT, "mac": None},
         {**CONTENT, "dtype": "storage"},
         {**CONTENT, "dtype": None},
         {**CONTENT, "dtype": ["bfloat16"]},
         {**CONTENT, "layers": 1},
         {**CONTENT, "compression": "lossless"},
-        {**CONTENT, "compression": "none"},
+        {**CONTENT, "compression": "int8"},
         {**CONTENT, "tensors": {}},
         {**CONTENT, "tensors": {**CONTENT["tensors"], "layers.9.key": {}}},
         {**CONTENT, "tensors": {**CONTENT["tensors"], "layers.0.key": {"digest": "", "shape": [1, 4, 4]}}},
@@ -301,7 +273,6 @@ OF_STATE = STATES["tensors"]["states.0"]
         {**STATES, "states": 10**18},
         {**STATES, "states": -1},
         {**STATES, "states": 7},
-        {**STATES, "compression": "none"},
         {**STATES, "compression": "lossless"},
         {**STATES, "tensors": {**STATES["tensors"], "states.0": {**OF_STATE, "dtype": "int8"}}},
         {**STATES, "tensors": {**STATES["tensors"], "states.0": {**OF_STATE, "dtype": None}}},
@@ -310,93 +281,20 @@ OF_STATE = STATES["tensors"]["states.0"]
     ],
 )
 def test_malformed_states_are_corrupt(content):
-    for version, written in (("5", content), ("4", older(content, "4"))):
-        with pytest.raises(PackCorruptError):
-            read_header(rebuild(written, version=version))
+    with pytest.raises(PackCorruptError):
+        read_header(rebuild(content))
 
 
-@pytest.mark.parametrize(
-    ("content", "version"), [(CONTENT, "5"), (LAZY, "5"), (older(CONTENT), "2"), (older(LAZY), "2")]
-)
-def test_only_the_canonical_form_is_read(content, version):
-    assert read_header(rebuild(content, version=version)).pack.text == TEXT
-    for other in (json.dumps(content), json.dumps(dict(reversed(content.items())), separators=(",", ":"))):
+def test_only_the_canonical_form_is_read():
+    for other in (json.dumps(CONTENT), json.dumps(dict(reversed(CONTENT.items())), separators=(",", ":"))):
         with pytest.raises(PackCorruptError, match="canonical"):
-            read_header(rebuild(other, version=version))
-
-
-# Files of earlier versions.
-
-
-OLDER = [("2", make_pack()), ("2", make_pack(kv=False)), ("2", make_pack(0))]
-OLDER += [("3", make_pack().compressed("lossless"))]
-OLDER += [("4", with_states(make_pack())), ("4", with_states(make_pack()).compressed("lossless"))]
-
-
-@pytest.mark.parametrize(("version", "pack"), OLDER)
-def test_a_file_of_an_earlier_version_is_read_and_written_as_the_present_one(version, pack):
-    found = read_pack(older_file(pack, version))
-    assert same(found, earlier(pack))
-    assert found.fingerprint.is_earlier
-    again = encode(found)
-    header = json.loads(again[8 : 8 + int.from_bytes(again[:8], "little")])
-    assert header["__metadata__"]["version"] == "5"
-    assert json.loads(header["__metadata__"]["pack"])["fingerprint"]["passes"] == EARLIER
-    assert same(read_pack(again), found)
-    assert encode(read_pack(again)) == again
-
-
-@pytest.mark.parametrize("cuts", [[], [3], [1, 2, 3], [0, 2**53 - 1], [3, 3, 1]])
-def test_the_cuts_of_an_earlier_version_mean_nothing(cuts):
-    for content in (CONTENT, LAZY):
-        found = read_header(rebuild(older(content, cuts=cuts), version="2")).pack
-        assert same(found, earlier(make_pack(kv=False)))
-        assert found.prefix == Prefix((1, 2, 3))
-
-
-@pytest.mark.parametrize("cuts", [[-1], [1.0], [True], ["1"], [None], [[1]], [2**53], [2, -3]])
-def test_cuts_that_are_no_positions_are_corrupt(cuts):
-    with pytest.raises(PackCorruptError):
-        read_header(rebuild(older(LAZY, cuts=cuts), version="2"))
-
-
-@pytest.mark.parametrize(
-    ("version", "content"),
-    [
-        # The form of one version under the name of another.
-        *[(version, LAZY) for version in "234"],
-        ("5", older(LAZY)),
-        ("4", older(LAZY, "4")),
-        ("4", older(CONTENT)),
-        ("3", older(LAZY)),
-        ("3", older(CONTENT)),
-        ("2", older(LAZY, "4")),
-        ("2", older(STATES)),
-        ("3", older(STATES)),
-        ("2", older(STATES, "4")),
-        ("2", older(content_of(make_pack().compressed("lossless")))),
-        ("2", {**older(LAZY), "prefix": LAZY["prefix"]}),
-        ("2", {**older(LAZY), "prefix": {"cuts": 3, "token_ids": [1, 2, 3]}}),
-        ("2", {**older(LAZY), "fingerprint": LAZY["fingerprint"]}),
-        ("2", {**older(LAZY), "fingerprint": {**older(LAZY)["fingerprint"], "passes": "any"}}),
-    ],
-)
-def test_what_an_earlier_version_would_not_have_written_is_corrupt(version, content):
-    with pytest.raises(PackCorruptError):
-        read_header(rebuild(content, version=version))
-
-
-def test_what_is_unknown_is_so_in_files_of_every_version():
-    unknown = dict.fromkeys(older(LAZY)["fingerprint"], "unknown")
-    found = read_header(rebuild({**older(LAZY), "fingerprint": unknown}, version="2")).pack
-    assert found.fingerprint == ModelFingerprint.unknown()
-    assert not found.fingerprint.is_earlier
+            read_header(rebuild(other))
 
 
 @pytest.mark.parametrize("other", [{"format": "pt"}, {"digest": "0" * 32}, {"more": "1"}, {"version": 1}])
 def test_malformed_metadata_are_corrupt(other):
     with pytest.raises(PackCorruptError):
-        read_header(rebuild(LAZY, **other))
+        read_header(rebuild(CONTENT, **other))
 
 
 @pytest.mark.parametrize(
@@ -418,30 +316,25 @@ def test_malformed_heads_are_corrupt(data):
 
 
 def test_a_huge_compressed_shape_allocates_nothing():
-    content = content_of(PACKS[2])
+    content = content_of(PACKS[1])
     entries = {f"layers.{i // 2}.{'value' if i % 2 else 'key'}": 0 for i in range(4)}
     for name in entries:
         content["tensors"][name] = {"digest": "0" * 32, "shape": [2**40, 5, 2**40], "stored": 64}
         entries[name] = {"dtype": "U8", "shape": [64], "data_offsets": [64 * list(entries).index(name)] * 2}
         entries[name]["data_offsets"][1] += 64
     with pytest.raises(PackCorruptError):
-        read_pack(rebuild(content, entries=entries, data=bytes(256)))
-    with pytest.raises(PackCorruptError):
-        read_pack(rebuild(older(content, "3"), entries=entries, data=bytes(256), version="3"))
+        open_entry(rebuild(content, entries=entries, data=bytes(256))).read()
 
 
 def test_a_huge_shape_allocates_nothing():
     tensors = {name: {"digest": "", "shape": [2**40, 5, 2**40]} for name in CONTENT["tensors"]}
-    header = read_header(rebuild({**CONTENT, "tensors": tensors}))
-    assert header.damage is not None
     with pytest.raises(PackCorruptError):
-        read_pack(rebuild({**CONTENT, "tensors": tensors}))
+        read_header(rebuild({**CONTENT, "tensors": tensors}))
 
 
-PACKS = [make_pack(kv=False), make_pack(), make_pack().compressed("lossless")]
+PACKS = [make_pack(), make_pack().compressed("lossless"), make_pack(0)]
 PACKS += [with_states(make_pack()), with_states(make_pack()).compressed("lossless")]
-DATA = list(map(encode, PACKS)) + [older_file(pack, version) for version, pack in OLDER]
-PACKS += [earlier(pack) for _, pack in OLDER]
+DATA = list(map(encode, PACKS))
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -461,17 +354,17 @@ def test_no_damage_goes_unnoticed(which, data):
     else:
         broken = intact[:8] + data.draw(st.binary(max_size=40)) + intact[at:]
     try:
-        found = read_pack(broken)
+        found = same(broken, PACKS[which])
     except PackCorruptError:
         return
     except PackError as error:
         if "Upgrade" not in str(error):
             raise
         return
-    assert same(found, PACKS[which])
+    assert found
 
 
-@pytest.mark.parametrize("which", [1, 2, 6, 9])
+@pytest.mark.parametrize("which", [0, 1, 3])
 def test_every_single_bit_of_a_small_file(which):
     """All positions, one bit each: the head's checks alone decide, as tensors are covered by digests."""
     intact, expected = DATA[which], PACKS[which]
@@ -479,9 +372,9 @@ def test_every_single_bit_of_a_small_file(which):
     for at in range(len(intact)):
         broken = intact[:at] + bytes([intact[at] ^ (1 << at % 8)]) + intact[at + 1 :]
         try:
-            found = read_pack(broken)
+            found = same(broken, expected)
         except PackCorruptError:
             continue
         unnoticed += 1
-        assert same(found, expected)
+        assert found
     assert unnoticed <= 64  # Padding alone may change unnoticed.

@@ -1,0 +1,415 @@
+"""KV at rest: `Entry`, its file, and the entries of one prompt. `docs/format.md` specifies the file."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import blake2b, sha256
+from itertools import accumulate, chain, pairwise
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kp_core.errors import BusyError, KnowledgePackError, PackCorruptError, PackError
+from kp_core.kv import KVTensors
+from kp_core.packs.blobs import Buffer
+from kp_core.packs.codec import Compression, check_compression, decode, digest, encode, in_threads
+from kp_core.packs.envelope import DTYPES, Envelope, header_entries, header_stop, raw, string, to_json
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.handle import Handle, check_namespace
+from kp_core.packs.pack import check_integers
+
+if TYPE_CHECKING:
+    from kp_core.packs.view import Packs
+
+__all__ = ["VERSION", "Entry", "EntryFile", "KeptKV", "digest_of", "encode_entry", "open_entry", "read_header"]
+
+logger = logging.getLogger(__name__)
+
+VERSION = "6"
+"""The format version that we write and read."""
+
+_ENVELOPE = Envelope("knowledge-pack-entry", "entry", (VERSION,), advice="Upgrade the package, or delete the file.")
+_STATE = "states."
+
+
+def digest_of(token_ids: Sequence[int]) -> str:
+    """Return the digest of tokens that precede an entry of which nothing is altered; see `Entry.before`."""
+    return blake2b(struct.pack(f"<{len(token_ids)}Q", *token_ids), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The key of stored KV of `token_ids` at the position `at`, computed behind what the digest `before` covers.
+
+    That is all earlier tokens, and the label of each region that was steered or composed. `label` says what was done to
+    this KV itself. `owners` are the handles of all packs in the entry and before it, and the namespaces whose words
+    stand there. Only a reader who may read all of them may read the entry, and it is deleted with any of them.
+    """
+
+    model: ModelFingerprint
+    at: int
+    before: str
+    token_ids: tuple[int, ...]
+    owners: frozenset[str]
+    label: str = ""
+    begins: int | None = None
+    """How many first tokens its name covers; a prompt that continues differently reads the common part. `None`: all."""
+    planned: float = field(default_factory=time.time, compare=False)
+    """When a request planned to read or write it, in seconds since 1970."""
+
+    @classmethod
+    def of_pack(
+        cls,
+        handle: Handle | str,
+        model: ModelFingerprint,
+        prefix: Sequence[int],
+        token_ids: tuple[int, ...] = (),
+        label: str = "",
+    ) -> Entry:
+        """The entry of a pack behind `prefix`; a lookup needs no `token_ids`, as the text determines them.
+
+        `label` is the key of a composer that wrapped the pack in tokens of its own.
+        """
+        return cls(model, len(prefix), digest_of(prefix), token_ids, frozenset({str(handle)}), label, 0)
+
+    @cached_property
+    def handles(self) -> tuple[Handle, ...]:
+        """The handles among the owners, in order."""
+        return tuple(Handle.parse(owner) for owner in sorted(self.owners) if ":" in owner)
+
+    @cached_property
+    def namespaces(self) -> frozenset[str]:
+        """All namespaces that a view must be allowed to read."""
+        words = (check_namespace(owner) for owner in self.owners if ":" not in owner)
+        return frozenset((*words, *(handle.namespace for handle in self.handles)))
+
+    @cached_property
+    def key(self) -> str:
+        """The key of its blob: beside the text of the only pack that owns it, or among all others."""
+        fields = {"at": self.at, "before": self.before, "begins": self.begins, "label": self.label}
+        fields |= {"model": self.model.id, "owners": sorted(self.owners), "token_ids": self.token_ids[: self.begins]}
+        name = blake2b(to_json(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
+        if len(self.owners) == 1 and self.handles:
+            [handle] = self.handles
+            return f"packs/{handle.namespace}/{handle.id[:2]}/{handle.id}.{name}.safetensors"
+        return f"behind/{name[:2]}/{name}.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class EntryFile:
+    """The file of an entry: what its header says, and the bytes of the tensors if they were read.
+
+    Tensors are in file order: `layers.0.key`, `layers.0.value`, `layers.1.key`, …, and last the states of recurrent
+    layers.
+    """
+
+    entry: Entry
+    dtype: str
+    """The dtype of keys and values."""
+    shapes: tuple[tuple[int, ...], ...]
+    """`(kv_heads, tokens, head_dim)` for keys and values; states have any shape."""
+    digests: tuple[str, ...]
+    """XXH3 finds damage; of a file with a MAC they are BLAKE2b, which nobody can forge."""
+    stored: tuple[int, ...] = ()
+    """If the file is compressed: the bytes of each tensor in it."""
+    states: tuple[str, ...] = ()
+    """The dtype of each state."""
+    mac: str = ""
+    """HMAC-SHA-256 with the key of the server that wrote it, over everything in the header."""
+    head: bytes = b""
+    """The bytes before the tensors: length field, header with all of the above, padding. They identify the content."""
+    tensors: tuple[Buffer, ...] = ()
+    """The bytes of each tensor; empty if only the header was read."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors, in file order."""
+        return _names(len(self.shapes), len(self.states))
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return (len(self.shapes) - len(self.states)) // 2
+
+    @property
+    def compression(self) -> Compression:
+        """How the tensors are stored."""
+        return "lossless" if self.stored else "none"
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtype name of each tensor."""
+        return (self.dtype,) * (len(self.shapes) - len(self.states)) + self.states
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes of each tensor in the file."""
+        if self.stored:
+            return self.stored
+        layouts = zip(self.shapes, self.dtypes, strict=True)
+        return tuple(prod(shape) * _dtype(dtype).itemsize for shape, dtype in layouts)
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes that the file should have."""
+        return len(self.head) + sum(self.sizes)
+
+    def chunks(self) -> Iterator[Buffer]:
+        """Yield the bytes of the file, in order, without copying tensors."""
+        yield self.head
+        yield from self.tensors
+
+    def tensor(self, index: int) -> Tensor:
+        """Return one tensor, on the CPU; without compression it shares the memory of its bytes.
+
+        Raises `PackCorruptError` if the bytes do not match their digest.
+        """
+        name, shape, data = self.names[index], self.shapes[index], self.tensors[index]
+        dtype = _dtype(self.dtypes[index])
+        if self.stored:
+            values = decode(data, dtype, shape, name)
+        elif len(data):
+            values = torch.frombuffer(data, dtype=dtype).view(shape)
+        else:
+            values = torch.empty(shape, dtype=dtype)
+        actual = digest(values if self.stored else data, is_forgeable=not self.mac)
+        if actual != self.digests[index]:
+            raise PackCorruptError(f"The bytes of {name} have the digest {actual}; expected {self.digests[index]}.")
+        return values
+
+    def read(self) -> KVTensors:
+        """Return the KV after checking every digest; raises `PackCorruptError` for damaged tensors."""
+        tensors = in_threads(self.tensor, range(len(self.tensors)), self.nbytes)
+        stop = len(tensors) - len(self.states)
+        return KVTensors(tuple(tensors[:stop:2]), tuple(tensors[1:stop:2]), tuple(tensors[stop:]))
+
+    def has_mac(self, seal: bytes) -> bool:
+        """Whether the MAC is that of this key; reading checks tensors against the digests that it covers."""
+        return hmac.compare_digest(self.mac.encode(), _mac(self, seal).encode())
+
+    def entries(self) -> dict[str, object]:
+        """Return the tensor entries of the safetensors header; a compressed tensor is listed as bytes."""
+        sizes = self.sizes
+        if self.stored:
+            return header_entries((name, "U8", [size], size) for name, size in zip(self.names, sizes, strict=True))
+        tensors = zip(self.names, self.dtypes, self.shapes, sizes, strict=True)
+        return header_entries((name, DTYPES[dtype], shape, size) for name, dtype, shape, size in tensors)
+
+
+def encode_entry(
+    entry: Entry, kv: KVTensors, compression: Compression = "none", seal: bytes | None = None
+) -> EntryFile:
+    """Encode an entry as a file; equal entries give equal bytes. With `seal`, the file carries a MAC.
+
+    Raises `PackError` for what the format cannot hold.
+    """
+    check_compression(compression)
+    if kv.tokens != len(entry.token_ids):
+        raise PackError(f"Got KV of {kv.tokens} tokens for an entry of {len(entry.token_ids)}.")
+    halves = chain.from_iterable(zip(kv.keys, kv.values, strict=True))
+    tensors = [tensor.detach().cpu().contiguous() for tensor in (*halves, *kv.states)]
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    buffers, stored = list(map(raw, tensors)), tuple[int, ...]()
+    # `_check` refuses other dtypes below.
+    if compression != "none" and set(dtypes) <= set(DTYPES):
+        buffers = in_threads(encode, tensors, kv.nbytes)
+        stored = tuple(map(len, buffers))
+    digests = in_threads(lambda tensor: digest(tensor, is_forgeable=seal is None), tensors, kv.nbytes)
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    of_states = tuple(dtypes[len(dtypes) - len(kv.states) :])
+    file = EntryFile(entry, dtypes[0], shapes, tuple(digests), stored, of_states, tensors=tuple(buffers))
+    try:
+        file = file if seal is None else replace(file, mac=_mac(file, seal))
+        metadata = _to_json(file)
+    except (TypeError, ValueError, PackCorruptError) as error:
+        raise PackError(
+            f"KV cannot be stored: {error} Expected integer token ids and KV of one of {[*DTYPES]}."
+        ) from error
+    return replace(file, head=_ENVELOPE.write_head(metadata, file.entries()))
+
+
+def read_header(data: Buffer, size: int | None = None) -> EntryFile:
+    """Read and check the header of a file of `size` bytes; `data` is its beginning, or all of it without `size`.
+
+    Raises `PackCorruptError` for damage that header and size show, `PackError` for intact ones of another version.
+    """
+    size = len(data) if size is None else size
+    head = bytes(data[: header_stop(data, size)])
+    _, metadata, entries = _ENVELOPE.read_head(head)
+    file = replace(_from_json(metadata), head=head)
+    if entries != file.entries():
+        raise PackCorruptError("The tensors of the header are not those of the metadata.")
+    if size != file.nbytes:
+        raise PackCorruptError(f"The file has {size} bytes; expected {file.nbytes}.")
+    return file
+
+
+def open_entry(data: Buffer) -> EntryFile:
+    """Open the whole file in `data` and check its header, as `read_header`; a read-only buffer is copied."""
+    file = read_header(data)
+    buffer = memoryview(bytearray(data) if memoryview(data).readonly and not file.stored else data)
+    edges = pairwise(accumulate(file.sizes, initial=len(file.head)))
+    return replace(file, tensors=tuple(buffer[start:stop] for start, stop in edges))
+
+
+def _content(file: EntryFile) -> dict[str, object]:
+    """What the header says of the entry, without its MAC. Raises `PackCorruptError` for what it cannot hold."""
+    _check(file)
+    entry, names = file.entry, file.names
+    tensors: dict[str, dict[str, object]] = {
+        name: {"digest": digest, "shape": shape}
+        for name, digest, shape in zip(names, file.digests, file.shapes, strict=True)
+    }
+    for name, dtype in zip(names[len(names) - len(file.states) :], file.states, strict=True):
+        tensors[name]["dtype"] = dtype
+    for name, stored in zip(names, file.stored, strict=False):
+        tensors[name]["stored"] = stored
+    return {
+        "at": entry.at,
+        "before": entry.before,
+        "begins": entry.begins,
+        "compression": file.compression,
+        "dtype": file.dtype,
+        "fingerprint": entry.model.to_dict(),
+        "label": entry.label,
+        "layers": file.layers,
+        "owners": sorted(entry.owners),
+        "states": len(file.states),
+        "tensors": tensors,
+        "token_ids": entry.token_ids,
+    }
+
+
+def _to_json(file: EntryFile) -> str:
+    return to_json(_content(file) | {"mac": file.mac}, sort_keys=True)
+
+
+def _from_json(text: str) -> EntryFile:
+    """Parse the output of `_to_json`; raises `PackCorruptError` for anything else."""
+    try:
+        data = json.loads(text)
+        names = _names(len(data["tensors"]), data["states"])
+        entry = Entry(
+            ModelFingerprint.from_dict(data["fingerprint"]),
+            data["at"],
+            data["before"],
+            tuple(data["token_ids"]),
+            frozenset(data["owners"]),
+            data["label"],
+            data["begins"],
+        )
+        tensors = [data["tensors"][name] for name in names]
+        file = EntryFile(
+            entry,
+            data["dtype"],
+            tuple(tuple(tensor["shape"]) for tensor in tensors),
+            tuple(tensor["digest"] for tensor in tensors),
+            tuple(tensor["stored"] for tensor in tensors) if data["compression"] != "none" else (),
+            tuple(data["tensors"][name]["dtype"] for name in names if name.startswith(_STATE)),
+            data["mac"],
+        )
+        # This also finds missing, repeated or reordered names and counts that disagree.
+        if _to_json(file) != text:
+            raise PackCorruptError("It is not in canonical form.")
+    except (KnowledgePackError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise PackCorruptError(f"The metadata describe no entry: {error}") from error
+    return file
+
+
+def _check(file: EntryFile) -> None:
+    entry, tokens = file.entry, len(file.entry.token_ids)
+    shapes = file.shapes[: len(file.shapes) - len(file.states)]
+    for text in (entry.before, entry.label, file.mac, *entry.model.to_dict().values(), *file.digests):
+        string(text, "entry")
+    _ = entry.key, entry.namespaces  # Raises for owners that are neither handles nor namespaces.
+    begins = () if entry.begins is None else (entry.begins,)
+    check_integers(chain((entry.at, *begins), entry.token_ids, *file.shapes, file.stored))
+    if not shapes or not {file.dtype, *file.states} <= set(DTYPES):
+        raise PackCorruptError(
+            f"Got {len(shapes)} tensors of {file.dtype!r} and {file.states}; expected {set(DTYPES)}."
+        )
+    if any(len(shape) != 3 or shape[1] != tokens for shape in shapes):
+        raise PackCorruptError(f"Got the shapes {shapes}; expected (kv_heads, {tokens}, head_dim).")
+    if [shape[0] for shape in shapes[::2]] != [shape[0] for shape in shapes[1::2]]:
+        raise PackCorruptError("Keys and values of a layer differ in kv_heads, or one of them is missing.")
+
+
+def _names(count: int, states: int = 0) -> list[str]:
+    """Return the names of `count` tensors in file order, the last `states` of them states; raises `ValueError`."""
+    if type(states) is not int or not 0 <= states <= count:
+        raise ValueError(f"Got {states!r} states among {count} tensors.")
+    kv = [f"layers.{index // 2}.{'value' if index % 2 else 'key'}" for index in range(count - states)]
+    return kv + [f"{_STATE}{index}" for index in range(states)]
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _mac(file: EntryFile, seal: bytes) -> str:
+    return hmac.new(seal, b"kp-entry-v2\0" + to_json(_content(file), sort_keys=True).encode(), sha256).hexdigest()
+
+
+@dataclass
+class KeptKV:
+    """The entries that fit along one prompt, by their parts `start:stop`, and the new KV that it will store."""
+
+    store: Packs
+    namespaces: Collection[str]
+    keys: dict[tuple[int, int], Entry]
+    """The entry of each part that may be kept."""
+    is_urgent: bool = False
+    """Whether `write` finishes before the call returns."""
+    wanted: frozenset[tuple[int, int]] = frozenset()
+    """The parts whose KV will be stored."""
+    taken: list[tuple[Entry, KVTensors]] = field(default_factory=list)
+
+    @property
+    def parts(self) -> Sequence[tuple[int, int]]:
+        """The parts of the prompt that may be kept, in order."""
+        return sorted(self.keys)
+
+    def has(self, start: int, stop: int) -> bool:
+        """Whether the store has KV of this part that this view may read."""
+        entry = self.keys.get((start, stop))
+        return entry is not None and self.store.has(entry, self.namespaces)
+
+    def read(self, start: int, stop: int) -> KVTensors | None:
+        """Return KV of a part on the CPU, up to `stop` or the last token in common with the stored entry, or `None`."""
+        entry = self.keys.get((start, stop)) or next((each for at, each in self.keys.items() if at[0] == start), None)
+        kv = None if entry is None else self.store.read(entry, self.namespaces)
+        return kv if kv is None or kv.tokens <= stop - start else kv.slice(0, stop - start)
+
+    def take(self, start: int, stop: int, kv: KVTensors) -> None:
+        """Collect `kv` of a part, to be stored after the answer."""
+        self.taken.append((self.keys[start, stop], kv))
+
+    def write(self, when_idle: Callable[[Callable[[], Iterator[None]]], object]) -> None:
+        """Store the collected KV: now if `is_urgent`, otherwise when the engine is idle."""
+        if self.taken and self.is_urgent:
+            deque(self._steps(), maxlen=0)
+        elif self.taken:
+            with suppress(BusyError):  # A later request can store it.
+                when_idle(self._steps)
+
+    def _steps(self) -> Iterator[None]:
+        """Store the collected KV, one entry per step; on an I/O error, skip the entry."""
+        while self.taken:
+            entry, kv = self.taken.pop(0)
+            try:
+                self.store.write(entry, kv)
+            except (OSError, PackError) as error:
+                logger.warning("KV of %s could not be kept: %s", ", ".join(sorted(entry.owners)), error)
+            yield
