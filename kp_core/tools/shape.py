@@ -259,18 +259,27 @@ def _close_members(schema: dict[str, Any], name: str) -> None:
 
 
 def _exclude_bounds(schema: dict[str, Any]) -> None:
-    """Replace an excluded whole bound that lies within one of the other bound: there, llguidance allows it itself."""
+    """Replace excluded bounds that an answer may be read as: 150.000000000000001 is 150 to all who read floats.
+
+    A whole bound within one of the other bound is replaced on either side: there, llguidance allows it itself.
+    """
     for excluded, included, others, sign in (
         ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
         ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
     ):
         bound = schema.get(excluded)
-        if isinstance(bound, bool) or not isinstance(bound, int | float) or not float(bound).is_integer():
+        if isinstance(bound, bool) or not isinstance(bound, int | float):
             continue
         gaps = [sign * (schema[name] - bound) for name in others if isinstance(schema.get(name), int | float)]
-        if gaps and 0 < min(gaps) < 1:
-            del schema[excluded]
-            schema[included] = bound + sign * min(1e-6, min(gaps) / 1000)
+        if 0 < sign * bound < 1e15:  # Integers keep theirs.
+            inside = bound * (1 + 1e-15)
+        elif gaps and 0 < min(gaps) < 1 and float(bound).is_integer():
+            inside = bound + sign * min(1e-6, min(gaps) / 1000)
+        else:
+            continue
+        del schema[excluded]
+        if not isinstance(schema.get(included), int | float) or sign * (inside - schema[included]) > 0:
+            schema[included] = inside
 
 
 def _literals(text: str, form: ToolFormat, token: Callable[[str], int | None]) -> str:

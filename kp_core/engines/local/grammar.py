@@ -368,7 +368,7 @@ class Constraint:
         """Tokens after which the string in `matcher` can be closed: at every step the one that was used least."""
         lookahead, path, uses = matcher.deep_copy(), list[int](), Counter[int]()
         ranked = self._grammars.preferred[0]
-        while len(path) <= far and scan.inside:
+        while len(path) <= far:
             step = lookahead.compute_ff_tokens()
             if not step:
                 mask = lookahead.compute_bitmask()
@@ -380,8 +380,11 @@ class Constraint:
             if lookahead.try_consume_tokens(step) < len(step):
                 return None
             path += step
-            scan = scan.feed(self._grammars.text(step))
-        return None if scan.inside else path
+            for sign in self._grammars.text(step):  # Forced tokens may close this string and open the next.
+                scan = scan.feed(sign)
+                if not scan.inside:
+                    return path
+        return None
 
 
 def _bits(mask: bytes) -> Tensor:

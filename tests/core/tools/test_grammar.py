@@ -136,6 +136,54 @@ def written(tools, text, room=200):
     return tokenizer.decode([constraint.accept(token, room - at) for at, token in enumerate(ids)])
 
 
+@pytest.mark.parametrize("wrap", WRAPPED[:2])
+@pytest.mark.parametrize("bound", [150, 1, 0.1, 1e-4, 0.25, 1 / 3, 12.34, 99999, 123456789.5, 1e12])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("other", [{}, {"maximum": 10**15}, {"minimum": -(10**15)}])
+def test_what_is_read_as_an_excluded_bound_is_excluded(wrap, bound, sign, other):
+    bound, side = sign * bound, "exclusiveMinimum" if sign > 0 else "exclusiveMaximum"
+    tokenizer, made = grammars()
+    shape = AnswerShape.of(schema=wrap(number(**{side: bound}, **other)))
+    allowed = shape.grammar(format_of(""), lambda _: None, thinks=False, opened=False)
+
+    def takes(value):
+        constraint = made.constraint(allowed, 200)
+        for at, token in enumerate(tokenizer.encode(f'{{"a": {value}}}', add_special_tokens=False)):
+            if constraint.mask(torch.zeros(1, len(tokenizer)))[0, token] != 0:
+                return False
+            constraint.accept(token, 200 - at)
+        return True
+
+    exact = Decimal(repr(bound))
+    for factor in (0, "1e-25", "1e-17"):
+        assert not takes(f"{exact + exact * Decimal(factor):f}")
+    for factor in ("1e-14", "1e-9", "1e-3", 1):
+        assert takes(f"{exact + exact * Decimal(factor):f}")
+
+
+def test_the_tighter_of_an_excluded_and_an_included_bound_holds():
+    for both in (number(exclusiveMinimum=1, minimum=3), number(exclusiveMinimum=3, minimum=1)):
+        assert valid_answer(tiny_engine(), holding({**both, "maximum": 3.5}), forced_call=False, room=60)["a"] >= 3
+
+
+@pytest.mark.parametrize("names", [("back\\slash", "tags"), ("a b", "a c"), ("große", "grün")])
+@pytest.mark.parametrize("key", ['"quoted"', "q"])
+def test_an_ending_is_found_where_forced_text_closes_one_string_and_opens_the_next(names, key):
+    part = {"g": {"enum": [*names, 1]}, key: {"type": "string", "format": "uuid"}}
+    schema = holding({"anyOf": [{"type": "null"}, {"type": "object", "properties": part, "required": [*part]}]})
+    tokenizer, made = grammars()
+    allowed = AnswerShape.of(schema=schema).grammar(format_of(""), lambda _: None, thinks=False, opened=False)
+    wanted = json.dumps({"a": {"g": names[0], key: "0" * 8}}, ensure_ascii=False)
+    for room in range(24, 100, 4):
+        constraint, said = made.constraint(allowed, room), list[int]()
+        for at, token in enumerate(tokenizer.encode(wanted, add_special_tokens=False)[:room]):
+            said.append(constraint.accept(token, room - at))
+            if said[-1] != token:
+                break
+        assert constraint._way is not None, room
+        assert len(said) + len(constraint._way) <= room
+
+
 PAY = {"name": "pay", "parameters": holding(number(exclusiveMinimum=0))}
 WAIT = {"name": "wait", "parameters": holding(number("integer", multipleOf=99991, minimum=1))}
 NEVER = {"name": "never", "parameters": holding({"type": "array", "minItems": 3000})}
