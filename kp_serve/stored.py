@@ -6,7 +6,8 @@ import json
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,13 +19,14 @@ from kp_core.packs.codec import Compression
 from kp_core.packs.entry import Entry, EntryFile, digest_of
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
-from kp_core.packs.pack import PackKey
+from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.store import PackStore
 from kp_core.rope import Rope
 from kp_serve.asked import blocks_of
 
 __all__ = ["Part", "Reader", "StoredKV", "is_compiled", "named"]
 
+_AT_ONCE = 8
 _FIRST = 4  # Number of first tokens that index the packs behind one prefix.
 
 Reader: TypeAlias = Callable[[int], tuple[Tensor, Tensor]]
@@ -187,8 +189,11 @@ class _Index:
         for packs in (packs for behind in self._found.values() for packs in behind.values()):
             for handle in stale & packs.keys():
                 del packs[handle]
-        for handle in versions.keys() - (self._known.keys() - stale):
-            for pack in self._store.entries(handle):
+        new = versions.keys() - (self._known.keys() - stale)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:  # It starts its threads when it is first used.
+            read = list((pool.map if self._store.blobs.is_far else map)(self._compiled, new))
+        for handle, packs in zip(new, read, strict=True):
+            for pack in packs:
                 model = pack.fingerprint
                 if pack.token_ids and model.same_model(self._model) and model.dtype == self._model.dtype:
                     parts = self._found.setdefault(pack.prefix, defaultdict(dict))[pack.token_ids[:_FIRST]]
@@ -197,6 +202,11 @@ class _Index:
                         for each in dict.fromkeys((self._model, model))
                     )
         self._known, self._changes = versions, changes
+
+    def _compiled(self, handle: Handle) -> tuple[KnowledgePack, ...]:
+        with suppress(PackCorruptError):
+            return self._store.compiled(handle)
+        return ()
 
     def find(self, token_ids: Sequence[int]) -> Iterator[tuple[Part, ...]]:
         for prefix, packs in self._found.items():

@@ -1,4 +1,4 @@
-"""Encoding of tensors in a pack file: raw, or compressed losslessly."""
+"""Encoding of the tensors of an entry: raw, or compressed losslessly."""
 
 from __future__ import annotations
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection
-from threading import Lock
+from threading import Lock, Thread
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kp_core.errors import PackError
 from kp_core.packs.handle import Handle
 from kp_core.progress import bar_of
 from kp_core.threads import make_anew
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Recogniser"]
 
+logger = logging.getLogger(__name__)
+
 _MIN_CHARS = 64
+_PATIENCE_S = 1.0  # How long a message waits for texts from object storage.
 # Budget of a search, in compared characters per character of text; each step counts as a thousand.
 _EFFORT, _STEP, _SPARE = 32, 1_000, 65_536
 _INSIDE = re.compile(r"(?<=\w)\w")  # A word character that does not begin its word.
@@ -82,16 +87,29 @@ class Recogniser:
     def find_packs(self, store: Packs, text: str, namespaces: Collection[str]) -> list[tuple[int, int, Handle]]:
         """Read new packs of these namespaces of `store`, then return where their texts are in `text`, as `find` does.
 
-        Whoever may read other namespaces does not wait meanwhile.
+        Whoever may read other namespaces does not wait meanwhile. What takes more than a second to read from object
+        storage is found by a later search, and stays text until then.
         """
         if len(text) < self._min:
             return []
         changes = store.changes
         for namespace in namespaces:
-            if self._changes.get(namespace, self) != changes:
+            if self._changes.get(namespace, self) == changes:
+                continue
+            if store.blobs is None or not store.blobs.is_far:
                 self._read(store, namespace)
+            elif not self._reading.setdefault(namespace, Lock()).locked():
+                reader = Thread(target=self._read_far, args=(store, namespace), daemon=True)
+                reader.start()
+                reader.join(_PATIENCE_S)
         with self._lock:
             return self.find(text, namespaces) if self._handles else []
+
+    def _read_far(self, store: Packs, namespace: str) -> None:
+        try:
+            self._read(store, namespace)
+        except (OSError, PackError) as error:
+            logger.warning("Texts of packs in %s cannot be read; the next message tries again: %s", namespace, error)
 
     def _read(self, store: Packs, namespace: str) -> None:
         with self._reading.setdefault(namespace, Lock()):

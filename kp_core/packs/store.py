@@ -223,7 +223,7 @@ class PackStore(Packs):
 
         Returns the pack as compiled for `key`, else for its model, else as it was compiled first.
         """
-        packs = self._packs(handle)
+        packs = self.compiled(handle)
         if not packs:
             return None
         pack = next((each for each in packs if key is None or key.fits(each)), None)
@@ -275,7 +275,7 @@ class PackStore(Packs):
 
     def entries(self, handle: Handle) -> Iterator[KnowledgePack]:
         """Yield the pack without KV as compiled for each model and prefix, as it was compiled first at first."""
-        for pack in self._packs(handle):
+        for pack in self.compiled(handle):
             if found := self.peek(handle, pack.key):
                 file = self.head(self._entry(handle, pack)) if found.stored_bytes else None
                 yield replace(found, compression=file.compression) if file else found
@@ -330,7 +330,7 @@ class PackStore(Packs):
         """
         moved = 0
         for handle in list(self.handles()):
-            packs = self._packs(handle)
+            packs = self.compiled(handle)
             if not packs or self.handle(packs[0].text, handle.namespace) == handle:
                 continue
             for pack in packs:
@@ -498,7 +498,7 @@ class PackStore(Packs):
 
     # Files.
 
-    def _packs(self, handle: Handle) -> tuple[KnowledgePack, ...]:
+    def compiled(self, handle: Handle) -> tuple[KnowledgePack, ...]:
         """Return the pack as compiled for each model and prefix, without KV, cached by version; empty if there is none.
 
         Raises `PackCorruptError` for another text than that of `handle`.

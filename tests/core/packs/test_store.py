@@ -14,6 +14,7 @@ from kp_core.packs.blobs import FolderBlobs
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.store import PackStore
+from tests.conftest import until
 from tests.core.packs.made import FINGERPRINT, UNKNOWN, Watched, entry_of, files_of, flip, make_pack, same, snapshot
 
 OTHER_MODEL = replace(FINGERPRINT, weights="b")
@@ -403,3 +404,23 @@ def test_texts_that_are_far_are_read_at_once(tmp_path):
     near = PackStore(tmp_path, secret="5e" * 32)
     handles = {near.put(make_pack(f"text {number}")): f"text {number}" for number in range(4)}
     assert dict(PackStore(Far(tmp_path), secret="5e" * 32).texts(["geo"])) == handles
+
+
+def test_no_message_waits_for_all_texts_that_are_far(tmp_path):
+    """They stay text until they are read, which goes on behind the answer."""
+    arrived, text = threading.Event(), "The bell of Tarn was cast in 1811 from a sunken cannon, and it rings at noon."
+
+    class Slow(FolderBlobs):
+        is_far = True
+
+        def read(self, key, *args):
+            if key.endswith(".txt"):
+                assert arrived.wait(60)
+            return super().read(key, *args)
+
+    handle = PackStore(tmp_path, secret="5e" * 32).put(make_pack(text))
+    store = PackStore(Slow(tmp_path), secret="5e" * 32)
+    for _ in range(2):
+        assert store.recogniser.find_packs(store, f"{text} When?", ["geo"]) == []
+    arrived.set()
+    until(lambda: store.recogniser.find_packs(store, f"{text} When?", ["geo"]) == [(0, len(text), handle)])
