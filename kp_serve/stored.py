@@ -186,9 +186,9 @@ class _Index:
             return
         versions = self._store.versions(namespace)
         stale = {handle for handle, version in self._known.items() if versions.get(handle) != version}
-        for packs in (packs for behind in self._found.values() for packs in behind.values()):
-            for handle in stale & packs.keys():
-                del packs[handle]
+        for found in (found for behind in self._found.values() for found in behind.values()):
+            for handle in stale & found.keys():
+                del found[handle]
         new = versions.keys() - (self._known.keys() - stale)
         with ThreadPoolExecutor(_AT_ONCE) as pool:  # It starts its threads when it is first used.
             read = list((pool.map if self._store.blobs.is_far else map)(self._compiled, new))
