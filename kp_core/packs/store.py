@@ -223,16 +223,26 @@ class PackStore(Packs):
 
         Returns the pack as compiled for `key`, else for its model, else as it was compiled first.
         """
+        return self._find(handle, key)
+
+    def _find(self, handle: Handle, key: PackKey | None) -> KnowledgePack | None:
         packs = self.compiled(handle)
         if not packs:
             return None
         pack = next((each for each in packs if key is None or key.fits(each)), None)
-        if pack is None and key and key.prefix is not None and (file := self.head(Entry.of_pack(handle, *_of(key)))):
-            # KV that a request computed behind this prefix.
-            ids = file.entry.token_ids
-            pack = replace(packs[0], fingerprint=key.model, prefix=key.prefix, token_ids=ids)
-        if pack is None:
-            pack = next((each for each in packs if key and each.fingerprint == key.model), packs[0])
+        if pack is None and key:
+            of_model = next((each for each in packs if each.fingerprint == key.model), None)
+            # KV that a request computed behind this prefix, or where another model was put.
+            prefixes = [] if key.prefix is None else [key.prefix]
+            prefixes += [each.prefix for each in packs if of_model is None]
+            for prefix in dict.fromkeys(prefixes):
+                if file := self.head(Entry.of_pack(handle, key.model, prefix)):
+                    ids = file.entry.token_ids
+                    pack = replace(packs[0], fingerprint=key.model, prefix=prefix, token_ids=ids)
+                    break
+            else:
+                pack = of_model
+        pack = pack or packs[0]
         if pack.fingerprint == ModelFingerprint.unknown():
             return pack
         stat = self._stat(self._entry(handle, pack))
@@ -243,7 +253,7 @@ class PackStore(Packs):
 
         Raises `PackNotFoundError` if there is none, `PackCorruptError` if its text is damaged.
         """
-        pack = self.peek(handle, key)
+        pack = self._find(handle, key)
         if pack is None:
             raise PackNotFoundError(f"{self.blobs} has no pack {handle}. Build it and `put` it, or check the path.")
         if not pack.stored_bytes:
@@ -274,9 +284,9 @@ class PackStore(Packs):
         return used
 
     def entries(self, handle: Handle) -> Iterator[KnowledgePack]:
-        """Yield the pack without KV as compiled for each model and prefix, as it was compiled first at first."""
+        """Yield the pack without KV for each model and prefix that it was put with, the first one first."""
         for pack in self.compiled(handle):
-            if found := self.peek(handle, pack.key):
+            if found := self._find(handle, pack.key):
                 file = self.head(self._entry(handle, pack)) if found.stored_bytes else None
                 yield replace(found, compression=file.compression) if file else found
 
@@ -618,10 +628,6 @@ def _own(file: EntryFile, key: str) -> EntryFile:
     if file.entry.key != key:
         raise PackCorruptError(f"The file holds the entry {file.entry.key}.")
     return file
-
-
-def _of(key: PackKey) -> tuple[ModelFingerprint, tuple[int, ...]]:
-    return key.model, key.prefix or ()
 
 
 def _names(entry: Entry) -> str:

@@ -16,6 +16,7 @@ import kp_core
 from kp_core import PackStore, Session, TokenStream
 from kp_core.errors import BusyError, ModelError, OptionError, UnsupportedRequestError
 from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.pack import PackKey
 from kp_core.plan.plan import Sampling
 from kp_core.plan.request import OPTIONS
 from kp_core.prompt.encoding import PromptEncoder
@@ -367,9 +368,9 @@ def test_a_pack_of_another_kind_of_processor_is_computed_anew_and_stored_beside_
     assert "another release or kind of processor" in caplog.text
     assert torch.equal(found.logits, engine.prefill(f"{made.text}\n\nHow many?", reuse=False).logits)
     engine.when_idle(lambda: iter(())).result(30)
-    entries = {entry.fingerprint.passes: entry for entry in store.entries(handle)}
-    assert entries.keys() == {theirs.fingerprint.passes, engine.fingerprint.passes}
-    assert all(entry.stored_bytes for entry in entries.values())
+    for pack in (theirs, made):
+        assert store.get(handle, pack.key).kv.equal(pack.kv)
+        assert store.peek(handle, PackKey(pack.fingerprint)).fingerprint == pack.fingerprint
     caplog.clear()
     engine.clear_cache()
     assert engine.prefill(question, view=view).usage.reused_tokens >= len(made.token_ids)
