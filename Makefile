@@ -93,7 +93,7 @@ test: setup
 
 # What depends on the processor, once more as a machine without AVX-512. First it is seen that the variables change what is computed.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
-AVX2_TESTS ?= tests/laws tests/parity tests/core/engines tests/core/compose
+AVX2_TESTS ?= tests/laws tests/parity tests/core/engines tests/core/compose tests/methods
 test-avx2: setup
 	@case $$(env -u ATEN_CPU_CAPABILITY $(BIN)/python -c 'import torch; print(torch.backends.cpu.get_cpu_capability())') in AVX512*) \
 	  $(AVX2) $(BIN)/python -m pytest -q tests/core/engines/test_processor.py && \

@@ -42,8 +42,8 @@ from scipy.stats import binomtest
 from benchmarks import common, plots
 from benchmarks.questions import SETS, Question, of_file, questions
 from kp_core import PackStore, Session
-from kp_core.compose import composer_of
 from kp_core.errors import OptionError
+from kp_core.plan.composer import composer_of
 
 __all__ = ["COLUMNS", "main", "row", "run"]
 

@@ -22,8 +22,8 @@ from typing import Any
 from rich.progress import track
 
 from benchmarks import common
-from kp_core import Generation, PackStore, Session
-from kp_core.compose import Composer, ExactComposer, SpliceComposer
+from kp_core import Composer, ExactComposer, Generation, PackStore, Session
+from kp_methods import SpliceComposer
 from tests.kits import NaiveComposer
 
 __all__ = ["COLUMNS", "main", "run"]

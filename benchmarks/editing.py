@@ -30,7 +30,8 @@ from typing import Any
 from rich.progress import track
 
 from benchmarks import common, plots
-from kp_core import Generation, KnowledgePack, PackStore, Session, edit
+from kp_core import Generation, KnowledgePack, PackStore, Session
+from kp_methods import edit
 
 __all__ = ["KINDS", "Change", "changes", "main", "run"]
 

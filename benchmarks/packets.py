@@ -32,11 +32,12 @@ from rich.progress import track
 from transformers import AutoConfig, PretrainedConfig
 
 from benchmarks import common, plots
-from kp_core import Generation, PacketComposer, PackStore, Session
-from kp_core.compose import Composer, composer_of
-from kp_core.compose.packet import SHIPPED
-from kp_core.engines.hf.training import PacketTraining, Samples
+from kp_core import Composer, Generation, PackStore, Session
 from kp_core.errors import ContextOverflowError
+from kp_core.plan.composer import composer_of
+from kp_methods import PacketComposer
+from kp_methods.packet.composer import SHIPPED
+from kp_methods.packet.training import PacketTraining, Samples
 
 __all__ = ["draw", "main", "run"]
 

@@ -33,11 +33,11 @@ from kp_cli.shared import (
 )
 from kp_core import Generation, Message, PackStore
 from kp_core.banks.delivery import KV, Delivery, Found, Unit
-from kp_core.compose import composer_of
-from kp_core.engines.calibration import INSTRUCTION
 from kp_core.errors import ContextOverflowError, FactError
+from kp_core.plan.composer import composer_of
 from kp_core.plan.request import Mismatch
 from kp_core.steering import SteeringWarning, load_steering
+from kp_methods.calibration import INSTRUCTION
 
 __all__ = ["ask"]
 

@@ -11,9 +11,15 @@ import typer
 from kp_cli.shared import JsonFlag, ModelOptions, Place, PlaceOptions, existing, spread, tell
 from kp_cli.sources.texts import read_json_lines
 from kp_core.banks.store import FactStore
-from kp_core.engines.calibration import COMPOSERS, CalibrationQuestion, calibrate_composers, enough_of
 from kp_core.errors import OptionError, SourceError
 from kp_core.packs.store import PackStore
+from kp_methods.calibration import (
+    COMPOSERS,
+    CalibrationQuestion,
+    calibrate_composers,
+    calibrations_of,
+    enough_of,
+)
 
 __all__ = ["calibrate"]
 
@@ -51,7 +57,7 @@ def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
     )
     chosen = {}
     for packs, tokens in calibration.sizes.items():
-        composer, reason = session.calibrations.chosen(calibration, packs, tokens)
+        composer, reason = calibrations_of(session.host).chosen(calibration, packs, tokens)
         chosen[packs] = f"{composer.key}, because {reason}"
     lines = [calibration.table(), *(f"auto, up to {packs} packs: {sentence}." for packs, sentence in chosen.items())]
     tell({**asdict(calibration), "auto": chosen}, "\n".join(lines), as_json=as_json)

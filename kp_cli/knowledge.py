@@ -34,7 +34,6 @@ from kp_cli.shared import (
 )
 from kp_cli.sources import OnError, read_facts
 from kp_cli.sources.texts import STDIN
-from kp_core import edit as editing
 from kp_core.banks import ChromaFactStore, Fact, FactStore
 from kp_core.banks.compiling import compile_cost, find_compiled, provenance_of
 from kp_core.banks.delivery import KV, Delivery, Unit
@@ -46,6 +45,7 @@ from kp_core.packs.store import PackStore
 from kp_core.plan.engine import Compiles
 from kp_core.progress import bar_of
 from kp_core.session.session import Session
+from kp_methods import edit as editing
 
 __all__ = ["SourceOptions", "build", "edit", "remove"]
 
@@ -173,7 +173,7 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
             session, store = model.load(), PackStore(options.folder(place, collection))
             delivery = Delivery(collection, session, store, kv="stored", namespace=fact.namespace)
             with waiting("Compiling"):
-                edited = delivery.edit(fact.id, old, new, how=how)
+                edited = editing.edit_fact(delivery, fact.id, old, new, how=how)
         old_handle, new_handle = (store.handle(version.text, version.namespace) for version in (fact, edited))
         pack = store.get(new_handle, PackKey(session.fingerprint))
     errata = [correction.line for correction in pack.edits.corrections]

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from kp_cli.shared import JsonFlag, ModelOptions, PlaceOptions, existing, is_collection, spread, tell
 from kp_cli.sources import read_facts
-from kp_core.compose.packet import SHIPPED, PacketComposer
+from kp_methods import PacketComposer
+from kp_methods.packet.composer import SHIPPED
 
 __all__ = ["packet"]
 
@@ -46,7 +47,7 @@ def train(  # noqa: PLR0913 - one parameter per setting
 
     It ends after --steps, when held-out documents show no progress any more, or after --minutes.
     """
-    from kp_core.engines.hf.training import PacketTraining, checkpoint_of, train_wrapper
+    from kp_methods.packet.training import PacketTraining, checkpoint_of, train_wrapper
 
     settings = PacketTraining(soft, steps, batch, documents=documents, tokens=tokens, every=every)
     command_line = shlex.join(["kp", *(part for part in sys.argv[1:] if part != "--json")])
@@ -82,7 +83,7 @@ def evaluate(  # noqa: PLR0913 - one parameter per option
     Beside it: packets without soft tokens, which is what `splice` does. Of the documents that the wrapper was trained
     on, those are taken that were held out.
     """
-    from kp_core.engines.hf.training import wrapper_scores
+    from kp_methods.packet.training import wrapper_scores
 
     trained = PacketComposer.load(wrapper)
     session = model.load()

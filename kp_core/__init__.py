@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,19 +15,6 @@ if TYPE_CHECKING:
     from kp_core.banks import ChromaFactStore, Fact, FactStore, Hit, MemoryFactStore
     from kp_core.banks.embed import Embedder, SentenceTransformerEmbedder
     from kp_core.bundled import bundled_embedder
-    from kp_core.compose import (
-        AutoComposer,
-        Composer,
-        ExactComposer,
-        PacketComposer,
-        SelectComposer,
-        SpliceComposer,
-    )
-    from kp_core.engines.calibration import (
-        Calibration,
-        CalibrationQuestion,
-        calibrate_composers,
-    )
     from kp_core.engines.hf.loading import bundled_model
     from kp_core.engines.local.tree import PrefixTree
     from kp_core.engines.shared import load_engine
@@ -37,8 +25,10 @@ if TYPE_CHECKING:
     from kp_core.packs.pack import KnowledgePack, Prefix
     from kp_core.packs.store import PackStore
     from kp_core.packs.view import Packs, PackView
+    from kp_core.plan.composer import Composer, ExactComposer
     from kp_core.plan.engine import Engine, TokenStream
-    from kp_core.plan.plan import Plan, Region, Sampling
+    from kp_core.plan.plan import Plan, Sampling
+    from kp_core.plan.region import Region
     from kp_core.plan.request import Request
     from kp_core.prompt.conversation import Message
     from kp_core.prompt.prompt import Prompt, Span
@@ -50,9 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncStream",
-    "AutoComposer",
-    "Calibration",
-    "CalibrationQuestion",
     "ChatTemplate",
     "ChromaFactStore",
     "Composer",
@@ -73,7 +60,6 @@ __all__ = [
     "ModelFingerprint",
     "PackStore",
     "PackView",
-    "PacketComposer",
     "Packs",
     "Plan",
     "Prefix",
@@ -82,11 +68,9 @@ __all__ = [
     "Region",
     "Request",
     "Sampling",
-    "SelectComposer",
     "SentenceTransformerEmbedder",
     "Session",
     "Span",
-    "SpliceComposer",
     "Steering",
     "Stream",
     "TokenLogprob",
@@ -97,7 +81,6 @@ __all__ = [
     "Usage",
     "bundled_embedder",
     "bundled_model",
-    "calibrate_composers",
     "find_handles",
     "load_engine",
     "strip_handles",
@@ -106,9 +89,8 @@ __all__ = [
 
 _PLACES = {
     "bundled": "bundled_embedder",
-    "compose": "AutoComposer Composer ExactComposer PacketComposer SelectComposer SpliceComposer",
+    "plan.composer": "Composer ExactComposer",
     "plan.engine": "Engine TokenStream",
-    "engines.calibration": "Calibration CalibrationQuestion calibrate_composers",
     "engines.hf.loading": "bundled_model",
     "engines.local.tree": "PrefixTree",
     "session.reading": "AsyncStream Generation Stream Usage",
@@ -124,13 +106,16 @@ _PLACES = {
     "packs.pack": "KnowledgePack Prefix",
     "packs.store": "PackStore",
     "packs.view": "Packs PackView",
-    "plan.plan": "Plan Region Sampling",
+    "plan.plan": "Plan Sampling",
+    "plan.region": "Region",
     "prompt.prompt": "Prompt Span",
     "prompt.conversation": "Message",
     "prompt.template": "ChatTemplate",
     "steering": "Steering",
     "tools": "Delta TokenLogprob Tool ToolCall ToolCallDelta",
 }
+_METHODS = re.compile(r"\w+Composer|Calibration\w*|calibrate_composers|edit|compose")
+"""What is in `kp_methods` from 0.3 on."""
 _MODULES = {name: f"{__name__}.{module}" for module, names in _PLACES.items() for name in names.split()}
 
 
@@ -143,4 +128,6 @@ if not TYPE_CHECKING:  # Hidden from type checkers, so that they report names th
             return found
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
             return importlib.import_module(f"{__name__}.{name}")
+        if _METHODS.fullmatch(name):
+            raise ImportError(f"`kp_core.{name}` is gone in 0.3; composers and edits are in `kp_methods`.")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

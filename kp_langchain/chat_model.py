@@ -25,8 +25,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel
 
-from kp_core import find_handles, strip_handles
-from kp_core.compose import Composer
+from kp_core import Composer, find_handles, strip_handles
 from kp_core.errors import TemplateError, ToolError
 from kp_core.prompt.conversation import text_of
 from kp_core.settings import MODEL_OPTIONS, ModelSettings, core_choice, core_role

@@ -29,7 +29,6 @@ from kp_core import Embedder, Fact, FactStore, Handle, KnowledgePack, Session
 from kp_core.banks import Filter, Hit, Reranker
 from kp_core.banks.compiling import open_facts
 from kp_core.banks.delivery import KV, Delivery, Found, Precompile, Unit
-from kp_core.edit import How
 from kp_core.errors import FactError
 from kp_core.events import subscribe
 from kp_core.packs.codec import Compression
@@ -38,6 +37,7 @@ from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
 from kp_core.plan.request import CompiledFor, refuse_unknown
 from kp_langchain.tools import own_handle
+from kp_methods.edit import How, edit_fact
 
 __all__ = ["KnowledgePackRetriever", "PackRetriever", "WrappedRetriever"]
 
@@ -246,8 +246,8 @@ class KnowledgePackRetriever(PackRetriever, DocumentIndex):
         return DeleteResponse(num_deleted=len(removed_ids), succeeded=removed_ids, num_failed=0, failed=[])
 
     def edit(self, doc_id: str, old: str, new: str, *, how: How = "amend") -> Document:
-        """Correct `old` to `new` in a document, and return it; see `kp_core.banks.delivery.Delivery.edit`."""
-        return _to_document(self._delivery().edit(doc_id, old, new, how=how))
+        """Correct `old` to `new` in a document, and return it; see `kp_methods.edit.edit_fact`."""
+        return _to_document(edit_fact(self._delivery(), doc_id, old, new, how=how))
 
     def get(self, ids: Sequence[str], /, **kwargs: Any) -> list[Document]:
         """The documents with these ids, as they were stored; unknown ids are skipped."""

@@ -11,15 +11,31 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-from kp_core.compose import PacketComposer
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
 from kp_core.errors import PromptError, SteeringError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
-from kp_core.plan.plan import Plan, Region
+from kp_core.plan.plan import Plan
+from kp_core.plan.region import Region
+from kp_core.prompt.prompt import SoftTokens
 from kp_core.steering import Steering, steering_bytes, steering_of
 
-__all__ = ["COMPUTED", "FIRST_PACK", "Moved", "Placed", "asked", "blocks_as_json", "blocks_of", "digest_of"]
-__all__ += ["moved_packs", "steered"]
+__all__ = [
+    "COMPUTED",
+    "FIRST_PACK",
+    "Moved",
+    "Placed",
+    "asked",
+    "blocks_as_json",
+    "blocks_of",
+    "digest_of",
+    "moved_packs",
+    "soft_as_text",
+    "soft_of",
+    "steered",
+]
 
 COMPUTED = "kp-computed-tokens"
 """Response header: the number of tokens computed before the prompt could be steered or its packs moved."""
@@ -46,9 +62,22 @@ def asked(plan: Plan) -> dict[str, Any] | None:
     if not composed:
         return None
     moves = [[span.start, span.stop, span.handle] for region in composed for span in region.spans]
-    composer = next((region.composer for region in composed if isinstance(region.composer, PacketComposer)), None)
-    wrapper = {"wrapper": base64.b64encode(composer.to_bytes()).decode()} if composer else {}
-    return {"moved": moves, "packs": packs, **wrapper}
+    soft = next((span.soft for region in composed for span in region.spans), None)
+    return {"moved": moves, "packs": packs} | ({} if soft is None else {"soft": soft_as_text(soft)})
+
+
+def soft_as_text(soft: SoftTokens) -> str:
+    """Soft tokens in base64, for `soft_of`."""
+    return base64.b64encode(save({"header": soft.header, "trailer": soft.trailer})).decode()
+
+
+def soft_of(text: object) -> SoftTokens:
+    """Read the output of `soft_as_text`; raises `PromptError` for anything else."""
+    if not isinstance(text, str) or len(text) > _MOST_BYTES:
+        raise PromptError(f"Expected soft tokens in base64, of at most {_MOST_BYTES} characters.")
+    with _refused():
+        tensors = load(base64.b64decode(text, validate=True))
+        return SoftTokens(tensors["header"], tensors["trailer"])
 
 
 def steered(field: object, token_ids: object, model: ModelFingerprint) -> tuple[list[Region], Placed]:
@@ -72,7 +101,7 @@ def steered(field: object, token_ids: object, model: ModelFingerprint) -> tuple[
 
 def moved_packs(field: object, token_ids: object) -> tuple[Moved, Placed]:
     """Read the moved packs, and all packs in the prompt. Raises `PromptError`."""
-    ids, fields = _checked(field, token_ids, {"moved", "packs", "wrapper"})
+    ids, fields = _checked(field, token_ids, {"moved", "packs", "soft"})
     with _refused():
         spans = tuple((int(start), int(stop), str(handle)) for start, stop, handle in fields["moved"])
         packs = _packs(fields)
@@ -120,7 +149,7 @@ def _checked(field: object, token_ids: object, fields: set[str]) -> tuple[list[i
 def _refused() -> Iterator[None]:
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
         raise PromptError(f"Got 'kp' that cannot be read ({type(error).__name__}: {error}).") from error
 
 

@@ -22,8 +22,6 @@ from kp_serve.asked import COMPUTED, FIRST_PACK, asked
 
 __all__ = ["VLLMEngine"]
 
-_COMPOSERS = ("splice", "packet")
-
 
 class VLLMEngine:
     """Runs plans on a server that `kp serve` started: an `Engine` without a model of its own.
@@ -105,14 +103,14 @@ class VLLMEngine:
         """See `Engine.run`. Reused tokens are known only at the end: a cancelled answer counts its whole prompt as
         computed.
 
-        Raises `UnsupportedRequestError` for composers other than `splice` and `packet`.
+        Raises `UnsupportedRequestError` for composers that do more than move packs.
         """
         sampling = plan.sampling
-        composers = {region.composer.key for region in plan.regions if region.composer}
-        if unsupported := sorted(key for key in composers if key.partition(":")[0] not in _COMPOSERS):
+        composers = {region.composer.key: region.composer for region in plan.regions if region.composer}
+        if unsupported := sorted(key for key, composer in composers.items() if not composer.only_moves):
             raise UnsupportedRequestError(
-                f"{self.base_url} does not offer composer={unsupported[0]!r}: a server moves packs "
-                f"({' and '.join(_COMPOSERS)}) or reads exact ones. `kp_core.load_engine(model)` does, on this machine."
+                f"{self.base_url} does not offer composer={unsupported[0]!r}: a server moves packs, or reads exact "
+                "ones. `kp_core.load_engine(model)`, which runs the model on this machine, does."
             )
         body: dict[str, Any] = {
             "model": self.name,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import secrets
 from collections.abc import Sequence
@@ -15,14 +14,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from kp_core.compose.packet import PacketComposer
 from kp_core.packs.entry import Entry
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
-from kp_core.plan.plan import Region
+from kp_core.plan.region import Region
+from kp_core.prompt.prompt import SoftTokens
 from kp_serve.access import Access
-from kp_serve.asked import Placed, blocks_as_json, digest_of, moved_packs, steered
+from kp_serve.asked import Placed, blocks_as_json, digest_of, moved_packs, soft_of, steered
 from kp_serve.rights import Rights, salt_of
 from kp_serve.state import ServerState
 from kp_serve.stored import Part, is_compiled
@@ -30,7 +29,6 @@ from kp_serve.wire import HTTPError, Visit
 
 __all__ = ["laid_steps", "prepared", "steered_steps"]
 
-_MOST_BYTES = 8 * 2**20
 _Step: TypeAlias = tuple[list[int] | Tensor, Rights]
 """A prompt, and the rights with which it is computed."""
 
@@ -181,9 +179,9 @@ async def _moved(desk: ServerState, visit: Visit, field: dict[str, Any], ids: li
             "that moves packs expects one prefix. Build all with the same `compiled_for`.",
         )
     starts = await asyncio.to_thread(_readable, starts, desk, visit.access)
-    composer = _soft(desk, field.get("wrapper"))
+    soft = _soft(desk, field.get("soft"))
     for (start, stop, handle), pack in zip(spans, packs, strict=True):
-        if not _stands(desk, pack, ids[start:stop], composer):
+        if not _stands(desk, pack, ids[start:stop], soft):
             raise HTTPError(
                 409,
                 f"{handle} is not, as this server would compile it, what stands at the tokens {start}:{stop}. Build it "
@@ -192,9 +190,9 @@ async def _moved(desk: ServerState, visit: Visit, field: dict[str, Any], ids: li
     parts, computed = list[Part](), 0
     for (start, stop, handle), pack in zip(spans, packs, strict=True):
         span_ids = tuple(ids[start:stop])
-        if composer is not None:
-            part = Part(start, Entry.of_pack(handle, desk.identity, prefix, span_ids, composer.key))
-            computed += await _wrapped(desk, visit, part, prefix, composer)
+        if soft is not None:
+            part = Part(start, Entry.of_pack(handle, desk.identity, prefix, span_ids, soft.id))
+            computed += await _softened(desk, visit, part, prefix, soft)
             parts.append(part)
             continue
         if not await asyncio.to_thread(is_compiled, desk.store, Handle.parse(handle), pack.key):
@@ -205,7 +203,7 @@ async def _moved(desk: ServerState, visit: Visit, field: dict[str, Any], ids: li
     return laid_steps(visit.access.namespaces, desk.key, ids, parts, starts), computed
 
 
-async def _wrapped(desk: ServerState, visit: Visit, part: Part, prefix: Prefix, soft: PacketComposer) -> int:
+async def _softened(desk: ServerState, visit: Visit, part: Part, prefix: Prefix, soft: SoftTokens) -> int:
     """Have a pack compiled between its soft tokens, unless it is kept. Returns the number of computed tokens."""
     if await asyncio.to_thread(desk.store.has, part.entry, visit.access.namespaces):
         return 0
@@ -218,43 +216,36 @@ async def _wrapped(desk: ServerState, visit: Visit, part: Part, prefix: Prefix, 
     return len(part.entry.token_ids)
 
 
-def _embedded(desk: ServerState, prefix: Prefix, token_ids: Sequence[int], soft: PacketComposer) -> Tensor:
-    """Input embeddings of a prefix and a wrapped pack, `(tokens, hidden)`."""
-    header, trailer = soft.header, soft.trailer
-    text_ids = token_ids[len(header) : len(token_ids) - len(trailer)]
-    tokens = desk.embeddings([*prefix, *text_ids])
-    parts = (tokens[: len(prefix)], header, tokens[len(prefix) :], trailer)
+def _embedded(desk: ServerState, prefix: Prefix, token_ids: tuple[int, ...], soft: SoftTokens) -> Tensor:
+    """Input embeddings of a prefix and a pack between soft tokens, `(tokens, hidden)`."""
+    tokens = desk.embeddings([*prefix, *soft.between(token_ids)])
+    if soft.header.shape[1] != tokens.shape[1]:
+        raise HTTPError(400, f"Got soft tokens of width {soft.header.shape[1]}; this model has {tokens.shape[1]}.")
+    parts = (tokens[: len(prefix)], soft.header, tokens[len(prefix) :], soft.trailer)
     dtype: torch.dtype = getattr(torch, desk.identity.dtype)
     return torch.cat([part.to(tokens.dtype) for part in parts]).to(dtype)
 
 
-def _soft(desk: ServerState, field: object) -> PacketComposer | None:
-    """The composer for a client's wrapper; `None` without one. Raises `HTTPError` and `WrapperError`."""
+def _soft(desk: ServerState, field: object) -> SoftTokens | None:
+    """The soft tokens that a client asks for; `None` without any. Raises `HTTPError` and `PromptError`."""
     if field is None:
         return None
     if not desk.packets:
         raise HTTPError(400, "This server wraps no packs; start it with `kp serve --packets`.")
-    if not isinstance(field, str) or len(field) > _MOST_BYTES:
-        raise HTTPError(400, f"Expected a wrapper in base64, of at most {_MOST_BYTES} characters.")
-    try:
-        wrapper = PacketComposer.of(base64.b64decode(field, validate=True))
-    except ValueError as error:
-        raise HTTPError(400, f"Got a wrapper that is not in base64 ({error}).") from error
-    wrapper.check(desk.identity)
-    return wrapper
+    return soft_of(field)
 
 
-def _stands(desk: ServerState, pack: KnowledgePack, ids: list[int], soft: PacketComposer | None) -> bool:
+def _stands(desk: ServerState, pack: KnowledgePack, ids: list[int], soft: SoftTokens | None) -> bool:
     """Whether `ids` are the tokens of the pack; a wrapped pack also holds the end of its text, and blanks behind it."""
     if pack.fingerprint != desk.identity:
         return False
     if soft is None:
         return list(pack.token_ids) == ids
-    text_ids = soft.unwrapped(replace(pack, token_ids=tuple(ids), kv=None))
+    text_ids = soft.between(tuple(ids))
     suffix = text_ids[len(pack.token_ids) :]
     ends_alike = pack.text.rstrip().endswith(desk.tokenizer.decode(suffix).strip())
     is_own = ends_alike and text_ids[: len(pack.token_ids)] == pack.token_ids
-    return bool(text_ids) and is_own and list(soft.wrap(pack, text_ids).token_ids) == ids
+    return bool(text_ids) and is_own and soft.around(text_ids) == tuple(ids)
 
 
 def _pack(desk: ServerState, access: Access, name: str) -> KnowledgePack:

@@ -3,11 +3,11 @@
 import math
 from dataclasses import dataclass
 
-from kp_core.compose.splice import SpliceComposer, movable
+from kp_methods import SpliceComposer
 
 
 @dataclass(frozen=True)
-class Firsts:
+class Firsts(SpliceComposer):
     """Moves packs, and recomputes the first `share` of each; with a share of 1, all their tokens."""
 
     share: float = 0.5
@@ -20,11 +20,8 @@ class Firsts:
     def key(self):
         return f"firsts:{self.share:g}"
 
-    def regions(self, prompt):
-        return movable(prompt)
-
     def fill(self, region, packs, room, move):
-        places = [*SpliceComposer().fill(region, packs, room, move)]
+        places = [*super().fill(region, packs, room, move)]
         for span in region.spans:
             start = span.start - region.start
             places += range(start, start + math.ceil(self.share * len(span)))

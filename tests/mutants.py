@@ -135,7 +135,7 @@ FAULTS = (
         f"{_ENGINES}/test_packed.py {_ENGINES}/test_attention.py",
     ),
     Fault(
-        "kp_core/plan/composer.py",
+        "kp_core/plan/region.py",
         '_add("value", steered_kv.values',
         '_add("value", steered_kv.keys',
         "tests/core/steering tests/laws/test_steering_laws.py",
@@ -200,7 +200,9 @@ FAULTS = (
         "[region.start + place for place in places][:-1]",
         "tests/core/compose",
     ),
-    Fault("kp_core/edit.py", "position = correction.stop", "position = correction.start", "tests/core/test_edit.py"),
+    Fault(
+        "kp_methods/edit.py", "position = correction.stop", "position = correction.start", "tests/methods/test_edit.py"
+    ),
     Fault(
         "kp_core/steering/value.py",
         "return self + -other if",

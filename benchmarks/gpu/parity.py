@@ -29,10 +29,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.gpu.report import Report, local
-from kp_core import Generation, PackStore, Session, load_engine
-from kp_core.compose import ExactComposer, SpliceComposer
+from kp_core import ExactComposer, Generation, PackStore, Session, load_engine
 from kp_core.engines.hf.replay import PLAIN_PASSES
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
+from kp_methods import SpliceComposer
 from tests.kits import ARCHITECTURES, NaiveComposer, check_composer, tiny_model, tiny_tokenizer
 from tests.parity.families import QUICK, model_of
 

@@ -15,7 +15,6 @@ from kp_core.banks import Added, Fact, FactStore, Filter, Hit, Reranker
 from kp_core.banks.base import content_id
 from kp_core.banks.compiling import Unit, compile_facts, find_compiled
 from kp_core.banks.rerank import hits_wanted
-from kp_core.edit import How, edit, replaced
 from kp_core.errors import BusyError, FactError, PackError, PackNotFoundError, gone
 from kp_core.events import log_event
 from kp_core.packs.codec import Compression
@@ -121,24 +120,19 @@ class Delivery:
         self.compile(self._units([fact], self.unit), progress=False)
         return fact
 
-    def edit(self, fact_id: str, old: str, new: str, *, how: How = "amend") -> Fact:
-        """Correct a fact: replace the statement `old` by `new` (see `kp_core.edit`). Returns the corrected fact.
+    def change(self, fact_id: str, changed: Callable[[KnowledgePack, Session], KnowledgePack]) -> Fact:
+        """Put the pack that `changed` makes of a fact's pack in its place, and its text in that of the fact.
 
-        Searches return the handle of the edited pack from now on; that of the old text stays until `gc`. A unit of
-        several facts is compiled anew, only with `how="rebuild"`. Raises `FactError` for other ways there, and for an
-        unknown fact; `PackError` if the fact does not contain the statement exactly once, and if packs are lazy.
+        Searches return the handle of the new pack from now on; that of the old text stays until `gc`. Returns the
+        changed fact. Raises `FactError` for an unknown fact.
         """
         fact = self.facts.get(fact_id, namespace=self.namespace)
-        if self.unit != "fact":
-            if how != "rebuild":
-                raise FactError(f"Got how={how!r} for packs of whole {self.unit}s; these take how='rebuild'.")
-            return self.update(replace(fact, text=replaced(fact.text, old, new)))
         if self.compile([fact], progress=False) == [None]:
             fact = self.facts.get(fact_id, namespace=self.namespace)  # Raises if it was deleted meanwhile.
         compiled_for = self.compiled_for
         plan = self._compiler.build_pack(fact.text, namespace=fact.namespace, compiled_for=compiled_for, lazy=True)
         pack = self.store.get(self.store.handle(fact.text, fact.namespace), plan.key)
-        edited = edit(pack, old, new, self._compiler, how=how, compiled_for=compiled_for)
+        edited = changed(pack, self._compiler)
         self.store.put(pack)  # Writes nothing: a store that is only read raises here, before the fact changes.
         if not self._is_current(fact):
             self._discard([fact])

@@ -79,7 +79,7 @@ class Entry:
     ) -> Entry:
         """The entry of a pack behind `prefix`; a lookup needs no `token_ids`, as the text determines them.
 
-        `label` is the key of a composer that wrapped the pack in tokens of its own.
+        `label` is the id of the soft tokens around it, if any.
         """
         return cls(model, len(prefix), digest_of(prefix), token_ids, frozenset({str(handle)}), label, 0)
 

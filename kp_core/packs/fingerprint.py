@@ -55,7 +55,7 @@ class ModelFingerprint:
         return _digest(value for name, value in self.to_dict().items() if name not in NUMERICS)
 
     def is_edit_of(self, model: ModelFingerprint) -> bool:
-        """Whether this is KV of `model` that `kp_core.edit.overwrite` changed."""
+        """Whether this is KV of `model` that was overwritten (`OVERWRITTEN`)."""
         dtype, overwritten, _ = self.dtype.partition(OVERWRITTEN)
         return bool(overwritten) and replace(self, dtype=dtype) == model
 

@@ -179,7 +179,7 @@ class KnowledgePack:
 
     @property
     def history(self) -> tuple[Edit, ...]:
-        """All edits that led to this pack, oldest first (see `kp_core.edit`)."""
+        """All edits that led to this pack, oldest first."""
         return self.edits.history
 
     @property

@@ -1,142 +1,151 @@
-"""The regions of a prompt, the protocol of the composers that fill them, and the default, exact composition."""
+"""What becomes of the packs of a request: the base of all composers, the exact one, and others by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from hashlib import blake2b
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from inspect import signature
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
 
-from kp_core.errors import PackError, SteeringError
+from kp_core.errors import OptionError, PackError, gone
 from kp_core.kv import KVTensors
+from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.view import PackView
+from kp_core.plan.region import Region
+from kp_core.prompt.conversation import Turn
 from kp_core.prompt.prompt import Prompt, Span
-from kp_core.steering import Steering
+from kp_core.prompt.template import ChatTemplate
 
-__all__ = ["Composer", "ExactComposer", "Move", "Region", "placed"]
+if TYPE_CHECKING:
+    from kp_core.plan.engine import Engine
+    from kp_core.plan.plan import Plan
+
+__all__ = ["COMPOSERS", "Arrangement", "Composer", "ExactComposer", "Host", "Move", "Region", "composer_of", "placed"]
+
+COMPOSERS = "knowledge_packs.composers"
+"""Entry points of composers by name: classes, or functions that make one from parameters."""
 
 Move: TypeAlias = Callable[[KVTensors, int, KVTensors], object]
 """Writes KV, moved by so many positions, to its place (`Rope.move`). Raises `UnsupportedRequestError` if the model's
 keys cannot be moved."""
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, eq=False)
+class Host:
+    """What the hooks of a composer may use of a model and of a request."""
+
+    engine: Engine
+    model: ModelFingerprint
+    """The model as it is now; after a change of its weights there is another host."""
+    template: ChatTemplate
+    attention: Callable[[Plan, int | None], Tensor | None]
+    """How much the tokens behind the last region of a plan attend to each token in it, `(layers, heads, tokens)`, of so
+    many first layers; `None` if a pack has no KV. Raises `UnsupportedRequestError` if the engine cannot say."""
+    build: Callable[[Sequence[str]], Iterable[KnowledgePack]]
+    """Compiles texts."""
+    view: PackView | None = None
+    """The packs that the request may read; `view.source.blobs` is where a composer may keep what it measured."""
+    cautioned: set[tuple[str, str]] = field(default_factory=set)
+    """Stores, and keys of composers whose `caution` was logged for them."""
+    _memory: dict[type, Any] = field(default_factory=dict)
+
+    def remembered(self, kind: type[Made], make: Callable[[], Made]) -> Made:
+        """The object of that kind, made once for the model."""
+        if kind not in self._memory:
+            self._memory.setdefault(kind, make())  # Of two threads, the first one's stays.
+        found: Made = self._memory[kind]
+        return found
 
 
 @dataclass(frozen=True)
-class Region:
-    """The tokens `start:stop` of a prompt, whose KV has one source.
+class Arrangement:
+    """The turns to send, and what composes their packs.
 
-    A `pack` region is one pack. A `composed` region has packs and the few tokens between them. A `steered` region is
-    computed without steering, then the `steering` of each of its `parts` is added. Later tokens see the steered KV.
+    `unread` packs were left out. `choice` says which composer was chosen, and why, if the request left that open.
     """
 
-    start: int
-    stop: int
-    source: Literal["pack", "composed", "steered", "computed"]
-    """Where its KV comes from if it is not in the prefix tree."""
-    spans: tuple[Span, ...] = ()
-    composer: Composer | None = None
-    parts: tuple[Region, ...] = ()
-    steering: Steering | None = None
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def span(self) -> Span | None:
-        """The first pack, or `None`."""
-        return self.spans[0] if self.spans else None
-
-    @property
-    def lacks_kv(self) -> bool:
-        """Whether a pack has no KV for it, in memory or in the store, so that the model computes it."""
-        pack = self.span.pack if self.span and self.source in ("pack", "composed") else None
-        return pack is None or (pack.kv is None and not pack.stored_bytes)
-
-    @property
-    def between(self) -> tuple[int, ...]:
-        """Positions, counted from `start`, of the tokens outside of packs."""
-        in_packs = {at for span in self.spans for at in range(span.start, span.stop)}
-        return tuple(at - self.start for at in range(self.start, self.stop) if at not in in_packs)
-
-    @cached_property
-    def label(self) -> int:
-        """0 if the KV is what the model computes for the text, else a negative hash of composer and packs, or steering.
-
-        In the prefix tree, the region and everything behind it is found only under this label. No token id is negative.
-        """
-        if self.composer is not None:
-            # Composed KV depends on the prefix and the numerics of each pack.
-            packs = [
-                (span.start - self.start, span.pack.fingerprint.id, span.pack.prefix, span.pack.token_ids)
-                for span in self.spans
-            ]
-            description = f"{self.composer.key}\0{packs}"
-        elif self.parts:
-            description = "\0".join(
-                f"{part.start - self.start}:{part.stop - self.start}:{part.steering.id if part.steering else ''}"
-                for part in self.parts
-            )
-        else:
-            return 0
-        return -1 - int.from_bytes(blake2b(description.encode(), digest_size=16).digest(), "little")
-
-    @torch.inference_mode()
-    def steered(self, kv: KVTensors) -> KVTensors:
-        """Return a copy of the plain `kv` of a steered region with the deltas of its parts added.
-
-        Sums are computed in float32 or wider and rounded once. Raises `SteeringError` when a delta does not fit.
-        """
-        steered_kv = kv.clone()
-        for part in self.parts:
-            span = slice(part.start - self.start, part.stop - self.start)
-            if part.steering is not None:
-                _add("value", steered_kv.values, part.steering.values, span)
-                _add("key", steered_kv.keys, part.steering.keys, span)
-        return steered_kv
+    turns: Sequence[Turn]
+    composer: Composer
+    unread: int = 0
+    choice: str = ""
 
 
-def _add(name: str, tensors: Sequence[Tensor], deltas: Mapping[int, Tensor], span: slice) -> None:
-    for layer, delta in deltas.items():
-        if layer >= len(tensors) or delta.shape != tensors[layer][:, 0].shape:
-            shape = tuple(tensors[layer][:, 0].shape) if layer < len(tensors) else None
-            raise SteeringError(
-                f"The {name} delta of layer {layer} has shape {tuple(delta.shape)}; this model's cache takes {shape} "
-                f"there and has {len(tensors)} layers. Make the steering with `engine.make_steering(pairs)`."
-            )
-        plain_values = tensors[layer][:, span]
-        wide_dtype = torch.promote_types(plain_values.dtype, torch.float32)
-        shifted = plain_values.to(wide_dtype) + delta.to(plain_values.device, wide_dtype)[:, None]
-        tensors[layer][:, span] = shifted.to(plain_values.dtype)
+class Composer(ABC):
+    """What becomes of packs. Three hooks, of which each may be overridden: `arrange`, `layout` and `fill`.
 
-
-@runtime_checkable
-class Composer(Protocol):
-    """Makes the KV of packs that do not stand behind the prefix they were compiled for.
-
-    Packs behind their prefix are exact, and their KV is used without a composer. The composed KV depends
-    only on the tokens before and inside the region.
+    Packs behind the prefix they were compiled for are exact, and their KV is used without a composer.
     """
 
-    @property
-    def exact(self) -> bool:
-        """Whether the KV is what the model computes for the text at its position."""
+    exact: bool = False
+    """Whether composed KV is what the model computes for the text at its position."""
+    needs: str = "compose"
+    """The capability that an engine must have for it (`CAPABILITIES`)."""
 
     @property
+    @abstractmethod
     def key(self) -> str:
         """Method and parameters. Composers with equal keys make equal KV, which the prefix tree shares."""
 
-    def regions(self, prompt: Prompt) -> Sequence[Span]:
-        """The spans of `prompt` whose KV it makes; the others are prefilled."""
+    def arrange(self, turns: Sequence[Turn], host: Host) -> Arrangement:  # noqa: ARG002
+        """Choose, before rendering, what is sent, and what composes it. By default the turns as they are, and this."""
+        return Arrangement(turns, self)
+
+    def layout(self, prompt: Prompt, moved: Sequence[Span], host: Host) -> tuple[Prompt, Sequence[Span]]:  # noqa: ARG002
+        """Choose which of the `moved` packs, those of `prompt` that do not stand behind their prefix, it composes.
+
+        Returns the prompt, in which it may lay tokens around these packs, and their spans there. The others are
+        prefilled, as all are by default. A prompt with tokens around packs is not used where something is steered.
+        """
+        return prompt, ()
 
     def fill(self, region: Region, packs: Sequence[KnowledgePack], room: KVTensors, move: Move) -> Sequence[int]:
         """Write the KV of `packs`, those of the region's spans, into `room`, the place of the region in the cache.
 
         Returns the tokens of packs, counted from the start of the region, that the model must compute anew. It always
         computes those between packs. Each computed token sees all tokens before it. `packs` have KV and are read-only.
+        The KV depends only on the tokens before and inside the region. By default, packs are moved to their places.
         """
+        for kv, by, place in placed(region, packs, room):
+            move(kv, by, place)
+        return ()
+
+    @property
+    def only_moves(self) -> bool:
+        """Whether `fill` is the default, which needs nothing but the KV of packs, so that a server can do it."""
+        return type(self).fill is Composer.fill
+
+    def caution(self, host: Host) -> str:  # noqa: ARG002
+        """What is logged, once for each store, where it is not `exact` and composes packs or leaves some out."""
+        return (
+            f"Answers with composer {self.key!r} are not those of all packs; `kp calibrate` measures how good they are "
+            "on your data."
+        )
+
+
+@dataclass(frozen=True)
+class ExactComposer(Composer):
+    """Sequential composition (Knowledge Packs, arXiv 2604.03270): the answer equals that for the text, token for token.
+
+    A pack's KV is used only behind the prefix it was compiled for. Elsewhere its tokens are prefilled, and the prefix
+    tree keeps the result.
+    """
+
+    exact = True
+    key = "exact"
+
+
+@dataclass(frozen=True)
+class OverwrittenComposer(Composer):
+    """Leaves packs whose KV was overwritten (`ModelFingerprint.is_edit_of`) as they are, where they were compiled."""
+
+    key = "overwritten"
 
 
 def placed(
@@ -153,21 +162,48 @@ def placed(
         yield pack.kv, span.start - len(pack.prefix), place
 
 
-@dataclass(frozen=True)
-class ExactComposer:
-    """Sequential composition (Knowledge Packs, arXiv 2604.03270): the answer equals that for the text, token for token.
+def composer_of(name: str) -> Composer:
+    """The installed composer of that name, with its parameters: `"exact"`, `"method:number=2,file=PATH"`.
 
-    A pack's KV is used only behind the prefix it was compiled for. Elsewhere its tokens are prefilled, and the prefix
-    tree keeps the result.
+    Raises `OptionError` for an unknown name or parameter, and as the composer itself.
     """
+    method, _, arguments = name.partition(":")
+    parameters: dict[str, Any] = {}
+    for part in filter(None, arguments.split(",")):
+        key, _, value = part.partition("=")
+        try:
+            parameters[key] = float(value)
+        except ValueError:
+            parameters[key] = value
+    make = _maker(method, name)
+    try:
+        composer: Composer = make(**parameters)
+    except OptionError:
+        raise  # It says which parameter is wrong.
+    except TypeError as error:
+        known = ", ".join(f"{key}=" for key in signature(make).parameters) or "no parameter"
+        raise OptionError(f"Got composer={name!r}; expected {known} for {method!r}.") from error
+    return composer
 
-    exact = True
-    key = "exact"
 
-    def regions(self, prompt: Prompt) -> tuple[Span, ...]:  # noqa: ARG002 - all other packs are prefilled
-        """No spans."""
-        return ()
+def _maker(method: str, name: str) -> Callable[..., Composer]:
+    if method not in _installed():
+        _installed.cache_clear()  # It may have been installed since.
+    if method not in _installed():
+        known = ", ".join(sorted(_installed())) or "none"
+        raise OptionError(
+            f"Got composer={name!r}; expected one of {known}, with parameters as in "
+            "'name:parameter=value', or a `kp_core.Composer` of your own. Composers of a package are found once it is "
+            f"installed; after an update in place, install it again.{gone('composer', method)}"
+        )
+    try:
+        make: Callable[..., Composer] = _installed()[method].load()
+    except (ImportError, AttributeError) as error:
+        raise OptionError(f"Got composer={name!r}, which is installed but cannot be loaded: {error}.") from error
+    return make
 
-    def fill(self, region: Region, packs: Sequence[KnowledgePack], room: KVTensors, move: Move) -> Sequence[int]:  # noqa: ARG002
-        """Always raises `PackError`, as there are no regions to fill."""
-        raise PackError(f"Got the region {region.start}:{region.stop} to compose; exact composition makes none.")
+
+@cache
+def _installed() -> Mapping[str, EntryPoint]:
+    """The composers of all packages, by name; of two with one name, the one that Python would import first."""
+    return {entry.name: entry for entry in reversed(list(entry_points(group=COMPOSERS)))}

@@ -22,7 +22,7 @@ __all__ = ["CAPABILITIES", "Attends", "Compiles", "Engine", "FinishReason", "Has
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "cancelled"]
 
 CAPABILITIES = {
-    "attention": "attention weights on packs, which `composer='select'` chooses by",
+    "attention": "attention weights on packs, which composers may choose by",
     "batch": "answers that are asked for at the same time, one forward pass for the next token of all",
     "bitwise": "the same bits however a prompt is cut into passes, cached, batched or restarted",
     "compose": "KV of packs from composers other than the exact one",

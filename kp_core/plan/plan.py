@@ -16,7 +16,8 @@ from kp_core.errors import SamplingError, SteeringError
 from kp_core.packs.entry import KeptKV
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.view import PackView
-from kp_core.plan.composer import Composer, Region
+from kp_core.plan.composer import Composer
+from kp_core.plan.region import Region
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.steering import Scope, Steering
 
@@ -138,7 +139,7 @@ class Plan:
     """Where the KV of packs is read. The prompt may also use KV of these namespaces from the prefix tree."""
     kept: KeptKV | None = field(default=None, compare=False)
     """Kept KV of chunks with packs: where the plan reads it and stores new KV."""
-    below: Plan | None = None
+    unsteered: Plan | None = None
     """For a steered prompt: the plain plan up to the end of its first steered region, which follows plain KV."""
     wanted: tuple[int, int] = (0, 0)
     """The token range whose KV `Engine.kv` returns; what no region provides is computed."""
@@ -146,7 +147,7 @@ class Plan:
     model: ModelFingerprint | None = None
     """The model it was made for, whose KV it may read; an engine refuses it for another. `None` fits any."""
     choice: str = field(default="", compare=False)
-    """The composer that `composer="auto"` took, and why."""
+    """The composer that was chosen, and why, if the request left that open."""
 
     def until(self, stop: int) -> Plan:
         """Return the plan that only prefills the first `stop` tokens of the prompt."""
@@ -181,7 +182,7 @@ def plan_regions(
 ) -> tuple[Region, ...]:
     """Divide a prompt into regions, in order: `packs` use their own KV, `composed` spans their composer.
 
-    With `steered` regions, all packs are computed; the KV before the first comes from a plain plan (`Plan.below`).
+    With `steered` regions, all packs are computed; the KV before the first comes from a plain plan (`Plan.unsteered`).
     """
     planned = steered or [
         Region(span.start, span.stop, "composed" if composer else "pack", (span,), composer)

@@ -5,36 +5,26 @@ from __future__ import annotations
 import logging
 import struct
 import threading
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import TypeAlias
 
-from kp_core.compose import (
-    AutoComposer,
-    Composer,
-    ExactComposer,
-    PacketComposer,
-    SelectComposer,
-    SpliceComposer,
-    laid_out,
-)
-from kp_core.engines.arranging import Selector, arranged
-from kp_core.engines.calibration import Calibrations
 from kp_core.errors import ContextOverflowError, KnowledgePackError, OptionError, PackNotFoundError
 from kp_core.packs.entry import Entry, KeptKV
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.view import TRUSTED_ROLES, PackRef, PackView, explicit_packs, why_unresolved
-from kp_core.plan.engine import Engine, HasCache
-from kp_core.plan.plan import Plan, Region, plan_regions, plan_steered
+from kp_core.plan.composer import Composer, Host
+from kp_core.plan.engine import HasCache
+from kp_core.plan.plan import Plan, plan_regions, plan_steered
+from kp_core.plan.region import Region
 from kp_core.plan.request import CompiledFor, Request
-from kp_core.prompt.conversation import Message, Turn, placed, unresolved
+from kp_core.prompt.conversation import Message, placed, unresolved
 from kp_core.prompt.prompt import Prompt, Span
-from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import as_steering
 
 __all__ = ["Learned", "Planner"]
@@ -50,12 +40,35 @@ Learned: TypeAlias = Sequence[tuple[KnowledgePack, Plan]]
 """Recognised packs to compile for their positions: each without KV, and with the plan that computes it."""
 
 
+class _Overwritten(Composer):
+    """Leaves packs whose KV was overwritten as they are, at the places that they were compiled for."""
+
+    key = "overwritten"
+
+    def caution(self, host: Host) -> str:  # noqa: ARG002
+        """Empty: whoever overwrote a pack was told."""
+        return ""
+
+
+_OVERWRITTEN = _Overwritten()
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """Where the KV of the packs in `prompt` comes from: their `own`, or a composer. The others are computed."""
+
+    prompt: Prompt
+    own: Collection[Span]
+    composed: Mapping[Span, Composer]
+    learned: Learned
+
+
 class Planner:
     """Makes plans for one model."""
 
-    def __init__(self, engine: Engine, template: ChatTemplate, selector: Selector, calibrations: Calibrations) -> None:
-        self._engine, self.model, self._template = engine, engine.identity, template
-        self._selector, self.calibrations = selector, calibrations
+    def __init__(self, host: Host) -> None:
+        self.host, self.model = host, host.model
+        self._engine, self._template = host.engine, host.template
         self._met, self._lock = dict[Hashable, None](), threading.Lock()
 
     def plan(
@@ -70,13 +83,14 @@ class Planner:
 
         The answer may take `tokens` tokens, by default as many as the request allows. Without `learn`, recognised texts
         and kept KV are not counted as met. Raises `PromptError` and its subclasses, `PackNotFoundError`
-        (`unresolved="error"`), `FingerprintMismatchError` for packs, steerings and wrappers of another model, and
+        (`unresolved="error"`), `FingerprintMismatchError` for packs, steerings and soft tokens of another model, and
         `SteeringError`.
         """
         view = request.view
         if view is not None:
             recognise = view.recognise and request.recognise
             view = replace(view, recognise=recognise, model=self.model, mismatch=request.mismatch)
+        host = replace(self.host, view=view)
         turns = placed(
             messages,
             view=view,
@@ -86,40 +100,34 @@ class Planner:
         )
         handles = unresolved(turns)
         _report(handles, view, request)
-        turns, request, unread, choice = self._selected(turns, request, view)
-        prompt = self._template.render_turns(turns, shape=request.shape, thinking=request.thinking)
-        prompt = replace(prompt, unread=unread, unresolved=len(handles))
-        plan, learned = self._sourced(prompt, request, view, learn=learn)
-        prompt = plan.prompt
-        steered = self._steered(prompt, request)
-        if isinstance(composer := request.composer, PacketComposer):
-            composer.check(self.model)
-            wrapped = [span for region in plan.regions if region.composer == composer for span in region.spans]
-            if steered or not request.reuse:  # Steered packs are computed; without reuse, everything is.
-                request = replace(request, composer=ExactComposer())
-                plan, _ = self._sourced(prompt, request, view)
-            elif wrapped:
-                plan, _ = self._sourced(laid_out(prompt, wrapped, self._template.ends(prompt), composer), request, view)
+        arranged = request.composer.arrange(turns, host)
+        prompt = self._template.render_turns(arranged.turns, shape=request.shape, thinking=request.thinking)
+        prompt = replace(prompt, unread=arranged.unread, unresolved=len(handles))
+        prompt, composed = self._laid_out(prompt, arranged.composer, request, host)
+        sources = self._sources(prompt, composed, view, plain=request.steering is None, learn=learn)
+        plan = _cut(sources, self._steered(sources.prompt, request), view, self.model, reuse=request.reuse)
         budget = self._budget(plan.prompt, request, tokens)
-        plan = replace(plan, sampling=request.sampling, token_budget=budget, choice=choice)
-        if steered:
-            below, _ = self._sourced(prompt.until(steered[0].stop), request, view)
-            plan = replace(plan, regions=plan_regions(plan.prompt, steered=steered), below=below)
-        plan = replace(plan, kept=self._kept(plan, request, learn=learn))
-        return plan, learned
+        plan = replace(plan, sampling=request.sampling, token_budget=budget, choice=arranged.choice)
+        return replace(plan, kept=self._kept(plan, request, learn=learn)), sources.learned
 
-    def _selected(
-        self, turns: tuple[Turn, ...], request: Request, view: PackView | None
-    ) -> tuple[tuple[Turn, ...], Request, int, str]:
-        """What `auto` and `select` make of a request: with the packs to send, how many were left out, and why."""
-        unread, why = 0, ""
-        if isinstance(request.composer, AutoComposer):
-            groups = [[len(pack.pack.token_ids) for pack in group.packs] for group in arranged(turns, {})[1]]
-            composer, reason = self.calibrations.choice(groups, request.composer, view)
-            request, why = replace(request, composer=composer), f"{composer.key}, because {reason}"
-        if isinstance(request.composer, SelectComposer):
-            turns, unread = self._selector.selected(turns, request.composer, view)
-        return turns, request, unread, why
+    def _laid_out(
+        self, prompt: Prompt, composer: Composer, request: Request, host: Host
+    ) -> tuple[Prompt, Mapping[Span, Composer]]:
+        """`prompt` as `composer` lays it out, and the packs that it composes."""
+        if not request.reuse:  # Everything is computed.
+            return prompt, {}
+        moved = [span for span in prompt.spans if not span.recognised and self._is_moved(span, prompt)]
+        laid_out, spans = composer.layout(prompt, moved, host)
+        is_steered = request.steering is not None or any(span.pack.steering is not None for span in prompt.spans)
+        if is_steered and laid_out is not prompt:  # Steered packs are computed, and nothing stands around them.
+            return prompt, {}
+        return laid_out, dict.fromkeys(spans, composer)
+
+    def _is_moved(self, span: Span, prompt: Prompt) -> bool:
+        """Whether the KV of a pack is of this model and of its tokens in `prompt`, but of another place."""
+        pack = span.pack
+        is_home, fits = _stands(span, prompt)
+        return fits and not is_home and (pack.fingerprint == self.model or pack.fingerprint.is_edit_of(self.model))
 
     def _steered(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Region, ...]:
         """The steered regions of `prompt`. Checks their steerings against the model and warns of too strong ones."""
@@ -138,9 +146,8 @@ class Planner:
         start = len(pack.prefix)
         span = Span(start, start + len(pack.token_ids), PackRef("", pack))
         prompt = Prompt(pack.prefix + pack.token_ids, (span,), owner=pack.namespace)
-        plan, _ = self._sourced(prompt, Request())
-        steered = self._steered(plan.prompt, Request(), answering=False)
-        return replace(plan, regions=plan_regions(plan.prompt, steered=steered), below=plan) if steered else plan
+        sources = self._sources(prompt, {})
+        return _cut(sources, self._steered(prompt, Request(), answering=False), None, self.model)
 
     def wanted(
         self, prefix: Prefix, token_ids: Sequence[int], namespace: str = "", before: Sequence[Span] = ()
@@ -153,61 +160,51 @@ class Planner:
         prompt, regions = Prompt(ids, as_text=tuple(before), owner=namespace), plan_regions(Prompt(prefix))
         return Plan(prompt, regions, wanted=(len(prefix), len(ids)), model=self.model)
 
-    def _sourced(
-        self, prompt: Prompt, request: Request, source: PackView | None = None, *, learn: bool = False
-    ) -> tuple[Plan, Learned]:
-        """The plan that prefills `prompt` unsteered, and the packs to compile for later requests.
+    def _sources(
+        self,
+        prompt: Prompt,
+        composed: Mapping[Span, Composer],
+        view: PackView | None = None,
+        *,
+        plain: bool = True,
+        learn: bool = False,
+    ) -> _Sources:
+        """Where the KV of each pack comes from that is not `composed`.
 
         A recognised pack without KV for its position is computed as text; from the second time on, it is also compiled
-        for that position. With a steering, recognised packs are text.
+        for that position. Unless the request is `plain`, recognised packs are text.
         """
-        packs, composed, learned = set[Span](), dict[Span, Composer](), list[tuple[KnowledgePack, Plan]]()
-        spans, text_spans = list[Span](), list[Span]()
-        composable = set(request.composer.regions(prompt))
+        own, composed, learned = set[Span](), dict(composed), list[tuple[KnowledgePack, Plan]]()
+        spans, texts = list[Span](), list[Span]()
         for span in prompt.spans:
-            pack = span.pack
-            is_home = pack.prefix == prompt.token_ids[: span.start]
-            fits = pack.token_ids == prompt.token_ids[span.start : span.stop]
+            pack, (is_home, fits) = span.pack, _stands(span, prompt)
             is_exact = is_home and fits and pack.fingerprint == self.model
             if span.recognised:
-                is_plain = pack.steering is None and request.steering is None
+                is_plain = plain and pack.steering is None
                 is_read = is_exact and (pack.kv is not None or pack.stored_bytes > 0)
-                read = span if is_read else self._stored(span, prompt, source) if is_plain else None
-                if is_plain and read:
-                    packs.add(read)
+                read = None if not is_plain else span if is_read else self._stored(span, prompt, view)
+                if read:
+                    own.add(read)
                     spans.append(read)
                 elif is_plain and self._was_met((span.handle, hash(prompt.token_ids[: span.start])), learn=learn):
                     spans.append(span)
                     learned.append(self._compiled(span, prompt))
                 else:
-                    text_spans.append(span)
+                    texts.append(span)
                 continue
             if is_exact:
-                packs.add(span)
-            elif composer := self._composer(span, prompt, request, composable, is_home=is_home):
-                composed[span] = composer
+                own.add(span)
+            elif is_home and fits and pack.fingerprint.is_edit_of(self.model):
+                composed[span] = _OVERWRITTEN  # Only the text that was overwritten is what it stands for.
             elif is_home and pack.fingerprint == ModelFingerprint.unknown() and pack.text:
                 # The store has only KV that another engine computed, so this engine compiles the pack too.
                 learned.append(self._compiled(span, prompt))
-            elif stored := self._stored(span, prompt, source):
+            elif span not in composed and (stored := self._stored(span, prompt, view)):
                 span = stored  # noqa: PLW2901 - the same place, and KV that was computed for it
-                packs.add(span)
+                own.add(span)
             spans.append(span)
-        prompt = replace(prompt, spans=tuple(spans), as_text=(*prompt.as_text, *text_spans))
-        regions = plan_regions(prompt, packs, composed)
-        return Plan(prompt, regions, packs=source, reuse=request.reuse, model=self.model), learned
-
-    def _composer(
-        self, span: Span, prompt: Prompt, request: Request, composable: Collection[Span], *, is_home: bool
-    ) -> Composer | None:
-        """What makes the KV of a pack that is not exact at its place; `None` if it is computed or read."""
-        pack = span.pack
-        if pack.token_ids != prompt.token_ids[span.start : span.stop]:
-            return None
-        is_edit = pack.fingerprint.is_edit_of(self.model)
-        if is_home:
-            return SpliceComposer() if is_edit else None  # Only the text that was overwritten is what it stands for.
-        return request.composer if span in composable and (is_edit or pack.fingerprint == self.model) else None
+        prompt = replace(prompt, spans=tuple(spans), as_text=(*prompt.as_text, *texts))
+        return _Sources(prompt, own, composed, learned)
 
     def _compiled(self, span: Span, prompt: Prompt) -> tuple[KnowledgePack, Plan]:
         """The pack of `span` as compiled for its position, without KV, and the plan that computes its KV."""
@@ -262,7 +259,7 @@ class Planner:
             return None
         if request.keep_in is not None and request.keep_in not in view.namespaces:
             raise OptionError(f"Got keep_in={request.keep_in!r}; expected one of the view: {sorted(view.namespaces)}.")
-        if not plan.reuse or plan.below is not None or request.keep == "never" or not view.source.keeps:
+        if not plan.reuse or plan.unsteered is not None or request.keep == "never" or not view.source.keeps:
             return None
         kept = KeptKV(
             view.source,
@@ -279,7 +276,7 @@ class Planner:
                 for start, stop in missing
                 if request.keep == "always" or self._was_met(kept.keys[start, stop]) or stop <= in_memory
             )
-        # A wrapped pack is compiled once and kept then, under every policy except `never`.
+        # A pack between soft tokens is compiled once and kept then, under every policy except `never`.
         kept.keys |= self._wrapped_keys(plan)
         return kept if kept.keys else None
 
@@ -323,15 +320,14 @@ class Planner:
                 digested = region.stop
 
     def _wrapped_keys(self, plan: Plan) -> dict[tuple[int, int], Entry]:
-        """The key of each wrapped pack that has a handle. The key of the composer names the wrapper."""
-        keys = {}
-        for region in plan.regions:
-            for span in region.spans if isinstance(region.composer, PacketComposer) else ():
-                if region.composer and find_handles(span.handle):
-                    pack, composer = span.pack, region.composer.key
-                    entry = Entry.of_pack(span.handle, self.model, pack.prefix, pack.token_ids, composer)
-                    keys[span.start, span.stop] = entry
-        return keys
+        """The key of each pack between soft tokens that has a handle."""
+        return {
+            (span.start, span.stop): Entry.of_pack(
+                *(span.handle, self.model, span.pack.prefix, span.pack.token_ids, span.soft.id)
+            )
+            for span in plan.prompt.spans
+            if span.soft and find_handles(span.handle)
+        }
 
     def _behind_words(self, prompt: Prompt) -> dict[Span, bool]:
         """For each pack, whether words precede it: other text than that of the template, packs and white space."""
@@ -358,6 +354,30 @@ class Planner:
             with suppress(KnowledgePackError):  # Not every template has a system message.
                 heads.append(self._template.prefix(role))
         return heads
+
+
+def _stands(span: Span, prompt: Prompt) -> tuple[bool, bool]:
+    """Whether a pack stands behind the prefix that it was compiled for, and whether the prompt has its tokens."""
+    pack = span.pack
+    return pack.prefix == prompt.token_ids[: span.start], pack.token_ids == prompt.token_ids[span.start : span.stop]
+
+
+def _cut(
+    sources: _Sources,
+    steered: tuple[Region, ...],
+    view: PackView | None,
+    model: ModelFingerprint,
+    *,
+    reuse: bool = True,
+) -> Plan:
+    """The plan that fills a prompt from its sources, with the `steered` regions altered."""
+    prompt, unsteered = sources.prompt, None
+    if steered:
+        begun = prompt.until(steered[0].stop)
+        regions = plan_regions(begun, sources.own, sources.composed)
+        unsteered = Plan(begun, regions, packs=view, reuse=reuse, model=model)
+    regions = plan_regions(prompt, sources.own, sources.composed, steered)
+    return Plan(prompt, regions, packs=view, unsteered=unsteered, reuse=reuse, model=model)
 
 
 def _packed(ids: Sequence[int]) -> bytes:

@@ -9,10 +9,10 @@ from dataclasses import Field, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
-from kp_core.compose import Composer, ExactComposer, composer_of
 from kp_core.errors import OptionError, SamplingError, gone
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import Mismatch, PackView, Unresolved
+from kp_core.plan.composer import Composer, ExactComposer, composer_of
 from kp_core.plan.plan import Sampling, number
 from kp_core.prompt.conversation import Message, Placement
 from kp_core.steering import AskedSteering, Scope
@@ -163,10 +163,10 @@ class Request(Sampling):
         composer: object = self.composer
         if isinstance(composer, str):
             object.__setattr__(self, "composer", composer_of(composer))
-        if not isinstance(self.composer, Composer) or isinstance(self.composer, type):
+        if not isinstance(self.composer, Composer):
             raise OptionError(
-                f"Got composer={self.composer!r}; expected a composer such as `kp_core.ExactComposer()`, with `exact`, "
-                "`key`, `regions` and `fill`."
+                f"Got composer={self.composer!r}; expected a composer: its name, or a `kp_core.Composer` such "
+                "as `kp_core.ExactComposer()`."
             )
 
     def _check_lists(self) -> None:

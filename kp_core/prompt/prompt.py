@@ -4,11 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import blake2b
 
+import torch
+from torch import Tensor
+
+from kp_core.errors import WrapperError
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef
 
-__all__ = ["Prompt", "Span"]
+__all__ = ["Prompt", "SoftTokens", "Span"]
+
+
+@dataclass(frozen=True, eq=False)
+class SoftTokens:
+    """Input embeddings before and behind the tokens of a pack, `(soft tokens, hidden)` each, in float32 on the CPU.
+
+    Raises `WrapperError` for tensors of another shape, and for values that are not finite.
+    """
+
+    header: Tensor
+    trailer: Tensor
+
+    def __post_init__(self) -> None:
+        for name in ("header", "trailer"):
+            tensor = getattr(self, name).detach().to("cpu", torch.float32).contiguous()
+            if tensor.ndim != 2 or tensor.shape[1] != self.header.shape[-1] or not tensor.isfinite().all():
+                raise WrapperError(
+                    f"Got a {name} of shape {tuple(tensor.shape)}; expected finite numbers (soft tokens, hidden), "
+                    "as wide in the header as in the trailer."
+                )
+            object.__setattr__(self, name, tensor)
+
+    @property
+    def content(self) -> bytes:
+        """Shapes and values, for digests."""
+        tensors = (self.header, self.trailer)
+        return b"".join(f"{tuple(tensor.shape)}".encode() + tensor.numpy().tobytes() for tensor in tensors)
+
+    @cached_property
+    def id(self) -> str:
+        """Digest of the embeddings."""
+        return blake2b(self.content, digest_size=16).hexdigest()
+
+    def around(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """`token_ids` with placeholders for the soft tokens: their first and their last, repeated."""
+        return (*token_ids[:1] * len(self.header), *token_ids, *token_ids[-1:] * len(self.trailer))
+
+    def between(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The inverse of `around`."""
+        return token_ids[len(self.header) : len(token_ids) - len(self.trailer)]
 
 
 @dataclass(frozen=True)
@@ -20,6 +66,8 @@ class Span:
     reference: PackRef
     chars: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
     """Where the pack's text stands in `Prompt.rendered`; its edges may share tokens with the surrounding text."""
+    soft: SoftTokens | None = field(default=None, compare=False, repr=False)
+    """What stands around the pack's tokens, within the span."""
 
     @property
     def handle(self) -> str:
@@ -64,7 +112,7 @@ class Prompt:
     owner: str = field(default="", compare=False)
     """The namespace of all other tokens if they are the prefix of a pack to compile; empty in a conversation."""
     unread: int = field(default=0, compare=False)
-    """Number of packs that were left out (`SelectComposer`)."""
+    """Number of packs that the composer left out."""
     unresolved: int = field(default=0, compare=False)
     """Number of handles that brought no pack and are plain text."""
 

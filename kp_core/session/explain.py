@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kp_core.compose import PacketComposer
 from kp_core.plan.plan import Plan, Region
 
 __all__ = ["Explanation", "Row", "explain"]
@@ -48,7 +47,7 @@ class Explanation:
     is_bitwise: bool = True
     """Whether reused KV has the same bits as computed KV."""
     choice: str = ""
-    """The composer that `composer="auto"` took, and why."""
+    """The composer that was chosen, and why, if the request left that open."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -106,9 +105,7 @@ def explain(
 
 def _parts(plan: Plan, region: Region, known: int) -> Iterator[tuple[int, int, str]]:
     """The parts of a region from `known` on, as start, stop and source."""
-    # A pack without KV is computed from its text; packets are compiled at use.
-    is_computed = region.spans and region.lacks_kv and not isinstance(region.composer, PacketComposer)
-    source, position = "computed" if is_computed else region.source, known
+    source, position = "computed" if region.spans and region.lacks_kv else region.source, known
     for start, stop in plan.kept.parts if source == "computed" and plan.kept else ():
         if max(known, region.start) <= start and stop <= region.stop and plan.kept and plan.kept.has(start, stop):
             yield from ((position, start, source), (start, stop, "kept"))

@@ -93,15 +93,15 @@ class Usage:
     approximate_tokens: int = 0
     """Tokens whose KV an approximate composer made; 0 unless one was asked for."""
     unread_packs: int = 0
-    """Packs that were left out (`composer="select"`). The pass that chose is in `ttft_s`, not in `computed_tokens`."""
+    """Packs that the composer left out. The pass that chose is in `ttft_s`, not in `computed_tokens`."""
     errata_tokens: int = 0
-    """Tokens of `pack_tokens` that belong to errata (see `kp_core.edit`)."""
+    """Tokens of `pack_tokens` that belong to errata."""
     unresolved_handles: int = 0
     """Handles that brought no pack and were sent as text; see the option `unresolved`."""
     state_bytes: int = 0
     """Bytes of the kept states of recurrent layers for the prompt, beside its KV; 0 for models without them."""
     choice: str = ""
-    """The composer that `composer="auto"` took, and why; empty for other composers."""
+    """The composer that was chosen, and why, if the request left that open; else empty."""
 
     def to_dict(self) -> dict[str, int | float | str]:
         """The fields by name."""

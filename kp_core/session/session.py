@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from kp_core.engines.arranging import Selector
-from kp_core.engines.calibration import Calibrations
 from kp_core.errors import (
     BusyError,
     ContextOverflowError,
@@ -37,6 +35,7 @@ from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
 from kp_core.pickling import Shared
+from kp_core.plan.composer import Host
 from kp_core.plan.engine import CAPABILITIES, Attends, Compiles, Engine, HasCache, TokenStream
 from kp_core.plan.plan import Limit, Plan
 from kp_core.plan.planner import Learned, Planner
@@ -151,22 +150,20 @@ class Session(Shared):
         """The planner for the model as it is now. It holds all that is known of the model, so another needs another."""
         with self._planning:
             if self._last_planner is None or self._last_planner.model != self.fingerprint:
-                calibrations = Calibrations(self.fingerprint.identity, self.supports)
-                build, shipped = partial(self.build_packs, progress=False), calibrations.of(None)
-                heads = shipped.heads if shipped else ()
-                selector = Selector(self.engine, self.template, self._attention, build, heads)
-                self._last_planner = Planner(self.engine, self.template, selector, calibrations)
+                build = partial(self.build_packs, progress=False)
+                host = Host(self.engine, self.fingerprint, self.template, self._attention, build)
+                self._last_planner = Planner(host)
                 self._pace = (0, 0.0)
                 self._probe.cache_clear()
             return self._last_planner
 
     @property
-    def calibrations(self) -> Calibrations:
-        """What is known of composers with this model; `composer="auto"` chooses by it."""
-        return self._planner.calibrations
+    def host(self) -> Host:
+        """What composers may use of the model as it is now."""
+        return self._planner.host
 
     def _attention(self, plan: Plan, layers: int | None) -> Tensor | None:
-        self._need("attention", "composer='select'")
+        self._need("attention", "choosing packs by attention")
         return self.engine.attention(plan, layers) if isinstance(self.engine, Attends) else None
 
     def generate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401 - of `Request`
@@ -240,7 +237,7 @@ class Session(Shared):
         return Generation("", (), stream.finish, usage, plan.prompt, stream.first_logits)
 
     def explain(self, messages: Sequence[Message] | str, **options: Any) -> Explanation:  # noqa: ANN401
-        """What `generate` would do with this request, as a table of regions. With `select`, it looks for packs."""
+        """What `generate` would do with this request, as a table of regions. A composer that chooses packs does."""
         plan = self._plan(messages, Request.of(options), learn=False)
         tokens, seconds = self._pace
         pace = seconds / tokens if tokens else self._probe()
@@ -411,10 +408,20 @@ class Session(Shared):
         self._need("compose", f"composer={request.composer.key!r}", needed="composed" in sources)
         self._need("grammar", "tools and response schemas", needed=grammar is not None)
         if learn:
-            if ("composed" in sources or plan.prompt.unread) and not plan.choice:
-                self.calibrations.warn(plan, request.composer, request.view)
+            self._caution(plan, request)
             self._compile(learned, request)
         return replace(plan, grammar=grammar, opened=opened, forced=forced)
+
+    def _caution(self, plan: Plan, request: Request) -> None:
+        """Log once for each store what its composers say of their answers."""
+        host = replace(self.host, view=request.view)
+        place = str(request.view and request.view.source.blobs)
+        composers = [region.composer for region in plan.regions if region.composer and not plan.choice]
+        for composer in [request.composer, *composers] if plan.prompt.unread and not plan.choice else composers:
+            if not composer.exact and (place, composer.key) not in host.cautioned:
+                host.cautioned.add((place, composer.key))
+                if caution := composer.caution(host):
+                    logger.warning("%s", caution)
 
     def _start(self, plan: Plan, limit: Limit) -> TokenStream:
         stream = self.engine.run(plan)

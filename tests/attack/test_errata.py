@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from kp_core import PackStore, edit
+from kp_core import PackStore
 from kp_core.banks import Fact, MemoryFactStore
 from kp_core.banks.delivery import Delivery
 from kp_core.errors import PackError
 from kp_core.packs.pack import Correction, Edits, root_of
 from kp_core.packs.view import Packs
+from kp_methods import edit
 from tests.conftest import tiny_engine
 from tests.kits import HashEmbedder
 from tests.serve.gate import server
@@ -88,7 +89,7 @@ def test_what_is_only_read_cannot_be_amended(tmp_path):
     assert [hit.handle for hit in reader.search("mill", 1)] == list(handles)
     for how in ("amend", "rebuild"):
         with pytest.raises(PackError, match="only read"):
-            reader.edit("mill", "four", "nine", how=how)
+            edit.edit_fact(reader, "mill", "four", "nine", how=how)
     assert (facts.get("mill").text, facts.get("mill").version, set(store)) == (TEXT, 1, handles)
 
 

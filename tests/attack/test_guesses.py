@@ -3,7 +3,7 @@
 import pytest
 
 from kp_core import PackStore
-from kp_core.edit import amend
+from kp_methods.edit import amend
 from tests.conftest import tiny_engine
 
 KEEPER = "The keeper counts the ships at dawn, writes them down and hangs a lantern over the quay."

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kp_core import Calibration
+from kp_methods import Calibration
 from tests.cli.conftest import as_json
 
 Kp = Callable[..., tuple[int, str, str]]

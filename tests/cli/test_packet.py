@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kp_core import PacketComposer
+from kp_methods import PacketComposer
 from tests.cli.conftest import as_json
-from tests.core.engines.test_packet_training import DOCUMENTS
+from tests.methods.test_packet_training import DOCUMENTS
 
 Kp = Callable[..., tuple[int, str, str]]
 TINY = ("--engine", "tests.cli.engines:tiny")

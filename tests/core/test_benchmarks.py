@@ -35,7 +35,7 @@ from benchmarks import (
 )
 from benchmarks import figures as drawing
 from benchmarks.synthetic import synthetic
-from kp_core.edit import replaced
+from kp_methods.edit import replaced
 from tests.kits import tiny_tokenizer
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kp_core.compose import Composer
+from kp_core import Composer
 from kp_core.engines.shared import load_engine, session_of
 from kp_core.errors import PackError
 from kp_core.kv import KVTensors
@@ -155,7 +155,7 @@ def check_composer(composer: Composer, engine: Session | None = None) -> None:
 
     Raises `AssertionError` with the broken rule.
     """
-    holds("A composer has all members of `Composer`.", isinstance(composer, Composer))
+    holds("A composer is a `Composer` with a `key`.", isinstance(composer, Composer))
     holds("`key` is a text that does not change.", bool(composer.key) and str(composer.key) == composer.key)
     session = engine or load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(merges=7))
     packs = list(session.build_packs(_FACTS, compiled_for="system", progress=False))
@@ -170,11 +170,12 @@ def check_composer(composer: Composer, engine: Session | None = None) -> None:
         composed = session.prefill(_ASKED, **options)
     except PackError as error:
         raise AssertionError(f"`fill` returns tokens of its region. Got: {error}") from error
-    prompt = composed.prompt
-    spans = tuple(composer.regions(prompt))
-    holds("`regions` returns spans of the prompt.", set(spans) <= set(prompt.spans))
-    moved = [span for span in spans if span.pack.prefix != prompt.token_ids[: span.start]]
-    approximate = 0 if composer.exact else sum(map(len, moved))
+    plain = oracle.prompt
+    moved = [span for span in plain.spans if span.pack.prefix != plain.token_ids[: span.start]]
+    prompt, spans = composer.layout(plain, moved, session.host)
+    holds("`layout` returns spans of the prompt.", set(spans) <= set(prompt.spans))
+    holds("`layout` gives the prompt that is answered.", prompt == composed.prompt)
+    approximate = 0 if composer.exact else sum(map(len, spans))
     holds("What is composed counts as approximate unless `exact`.", composed.usage.approximate_tokens == approximate)
     is_exact = _are_alike(session, composed, oracle)
     holds("An `exact` composer gives the logits of a plain prefill.", is_exact or not composer.exact)

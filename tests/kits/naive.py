@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kp_core.compose import Region, placed
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
-from kp_core.plan.composer import Move
+from kp_core.plan.composer import Composer, Host, Move, Region, placed
 from kp_core.prompt.prompt import Prompt, Span
 
 
 @dataclass(frozen=True)
-class NaiveComposer:
+class NaiveComposer(Composer):
     """Concatenates KV unchanged: packs do not see each other, and keys keep the positions they were compiled at."""
 
     key: str = "naive"
-    exact = False
 
-    def regions(self, prompt: Prompt) -> tuple[Span, ...]:
+    def layout(self, prompt: Prompt, moved: Sequence[Span], host: Host) -> tuple[Prompt, Sequence[Span]]:
         """All packs."""
-        return prompt.spans
+        return prompt, moved
 
     def fill(self, region: Region, packs: Sequence[KnowledgePack], room: KVTensors, move: Move) -> Sequence[int]:
         """Copies the packs' KV."""

@@ -9,11 +9,11 @@ from transformers import RecurrentGemmaConfig
 
 import kp_core.engines.hf.kinds
 from kp_core import PackStore, load_engine
-from kp_core.edit import amend, overwrite
 from kp_core.engines.hf.kinds import kind_of
 from kp_core.engines.hf.probe import probed
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
 from kp_core.steering import Steering
+from kp_methods.edit import amend, overwrite
 from tests.kits import NaiveComposer, tiny_tokenizer
 from tests.parity.families import model_of
 from tests.parity.test_models import DTYPES, PAIRS, ask, letters

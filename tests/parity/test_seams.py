@@ -1,12 +1,12 @@
 """An engine, a composer and a store of one's own, each in a few lines, behind both adapters."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from langchain_core.caches import InMemoryCache
 from pydantic import ValidationError
 
-from kp_core import Handle, ModelFingerprint, Packs, PackStore, Session, SpliceComposer, TokenStream
+from kp_core import Composer, Handle, ModelFingerprint, Packs, PackStore, Session, TokenStream
 from kp_core.errors import FingerprintMismatchError, ModelError, OptionError, UnsupportedRequestError
 from kp_langchain import ChatKnowledgePacks
 from kp_llamaindex import KnowledgePackLLM
@@ -43,20 +43,18 @@ class FixedEngine:
         raise NotImplementedError
 
 
-class LastComposer:
+@dataclass(frozen=True)
+class LastComposer(Composer):
     """Moves all packs of a prompt."""
 
-    exact = False
+    key: str = "last"
 
-    def __init__(self, key="last"):
-        self.key = key
-
-    def regions(self, prompt):
-        return prompt.spans
+    def layout(self, prompt, moved, host):
+        return prompt, moved
 
     def fill(self, region, packs, room, move):
         assert [pack.token_ids for pack in packs] == [span.pack.token_ids for span in region.spans]
-        return SpliceComposer().fill(region, packs, room, move)
+        return super().fill(region, packs, room, move)
 
 
 class ListStore(Packs):

@@ -1,6 +1,5 @@
 """Packs that servers move: named by clients, signed, compiled and laid where a prompt has them."""
 
-import base64
 import json
 import time
 from dataclasses import replace
@@ -8,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kp_core import KVTensors, PacketComposer, PackStore, load_engine
+from kp_core import KVTensors, PackStore
 from kp_core.engines.hf.unloaded import token_embeddings
 from kp_core.errors import PackError, UnsupportedRequestError
 from kp_core.packs.entry import Entry
@@ -16,12 +15,13 @@ from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
 from kp_core.plan.request import Request
 from kp_core.rope import Rope
-from kp_serve.asked import asked, digest_of, moved_packs
+from kp_methods import PacketComposer
+from kp_serve.asked import asked, digest_of, moved_packs, soft_as_text, soft_of
 from kp_serve.preparing import laid_steps
 from kp_serve.rights import Rights, salt_of
 from kp_serve.stored import Part, StoredKV
 from tests.conftest import tiny_engine
-from tests.kits import tiny_model, tiny_tokenizer
+from tests.kits import tiny_model
 from tests.parity.families import model_of
 from tests.serve.gate import remote, server
 from tests.serve.test_serving import KEY, TEXT, read, served
@@ -192,7 +192,7 @@ def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_pa
     options = {"view": server.store.view("a"), "composer": composer}
     plan = remote._plan("{}\n{}\n{}\nWho?".format(*handles), Request.of(options))
     said, ids = asked(plan), list(plan.prompt.token_ids)
-    assert PacketComposer.of(base64.b64decode(said["wrapper"])) == composer
+    assert soft_of(said["soft"]).id == composer.soft.id
 
     def ask(kp=said, prompt=ids, key="a"):
         done = server.ask("POST", "/v1/completions", {"prompt": prompt, "kp": kp, "max_tokens": 1}, key)
@@ -201,13 +201,13 @@ def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_pa
     assert "--packets" in ask()[1]
     server.gate.state = replace(server.gate.state, packets=True)
     server.gate.state.__dict__.update(embeddings=embeddings, tokenizer=remote.tokenizer)
-    other = wrapped(load_engine(tiny_model("qwen3"), tokenizer=tiny_tokenizer()), width)
+    other = soft_as_text(wrapped(remote, width + 1).soft)
     moved = said["moved"]
     for wrong, prompt, status, expected in (
-        (said | {"wrapper": 5}, ids, 400, "base64"),
-        (said | {"wrapper": "%"}, ids, 400, "base64"),
-        (said | {"wrapper": "aGVsbG8="}, ids, 400, "no wrapper"),
-        (said | {"wrapper": base64.b64encode(other.to_bytes()).decode()}, ids, 400, "weights"),
+        (said | {"soft": 5}, ids, 400, "base64"),
+        (said | {"soft": "%"}, ids, 400, "cannot be read"),
+        (said | {"soft": "aGVsbG8="}, ids, 400, "cannot be read"),
+        (said | {"soft": other}, ids, 400, "width"),
         (said | {"moved": [[moved[0][0] + 1, *moved[0][1:]], *moved[1:]]}, ids, 409, "is not"),
         (said, [*ids[: moved[0][0]], ids[moved[0][0]] + 1, *ids[moved[0][0] + 1 :]], 409, "is not"),
     ):

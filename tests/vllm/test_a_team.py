@@ -14,12 +14,13 @@ from llama_index.core.llms import ChatMessage
 
 from benchmarks import s3server
 from kp_cli.app import run
-from kp_core import KVTensors, PacketComposer, PackStore, bundled_model, load_engine
+from kp_core import KVTensors, PackStore, bundled_model, load_engine
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
 from kp_core.steering import preset
 from kp_langchain import ChatKnowledgePacks
 from kp_llamaindex import KnowledgePackLLM
+from kp_methods import PacketComposer
 from tests.conftest import DEMO
 from tests.vllm.conftest import Both, Server
 from tests.vllm.test_served import ISLES, loaded

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kp_core import PacketComposer
 from kp_core.errors import ModelError, UnsupportedRequestError
+from kp_methods import PacketComposer
 from tests.kits import NaiveComposer
 
 

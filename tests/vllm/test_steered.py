@@ -2,8 +2,8 @@
 
 import pytest
 
-from kp_core.edit import amend
 from kp_core.steering import preset
+from kp_methods.edit import amend
 from tests.vllm.test_served import loaded
 
 

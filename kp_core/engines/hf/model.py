@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from kp_core.engines.hf.attention import attend
 from kp_core.engines.hf.kinds import (
@@ -227,6 +227,33 @@ class CausalModel(Network):
         options = self._attention(range(len(inputs)), buffer)
         base(inputs_embeds=inputs[None], past_key_values=cache, use_cache=True, **options)
         return buffer.read(len(before), buffer.length)
+
+    @torch.no_grad()
+    def embedded(self, ids: Sequence[int]) -> Tensor:
+        """Input embeddings of `ids`, `(tokens, hidden)`."""
+        embed = self.network.get_input_embeddings()
+        embeddings: Tensor = embed(torch.tensor(ids, dtype=torch.long, device=self.device))
+        return embeddings
+
+    def forward_embedded(self, inputs: Tensor, past: KVTensors | None, logits: int) -> tuple[KVTensors, Tensor]:
+        """A pass through which gradients flow: the KV of `past` and `inputs`, `(tokens, hidden)`, and the last logits.
+
+        Without `logits`, the number of inputs at which these are wanted, skips the head.
+        """
+        start = 0 if past is None else past.tokens
+        cache = DynamicCache(config=self.config)
+        for layer, (key, value) in enumerate(zip(past.keys, past.values, strict=True) if past is not None else ()):
+            cache.update(key[None], value[None], layer)
+        output = (self.network if logits else self.network.base_model)(
+            inputs_embeds=inputs[None],
+            position_ids=torch.arange(start, start + len(inputs), device=self.device)[None],
+            past_key_values=cache,
+            use_cache=True,
+            **(self.keep(logits) if logits else {}),
+        )
+        layers = cache.layers
+        kv = KVTensors(tuple(layer.keys[0] for layer in layers), tuple(layer.values[0] for layer in layers))
+        return kv, output.logits[0, -logits:] if logits else inputs.new_empty(0)
 
     @cached_property
     def rope(self) -> Rope:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kp_core.compose import SpliceComposer
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.grammar import Grammars
 from kp_core.engines.local.model import Model
@@ -134,9 +133,9 @@ class LocalEngine:
     def attention(self, plan: Plan, layers: int | None = None) -> Tensor | None:
         """How much the tokens behind the last region of `plan` attend to each token in it.
 
-        The region is composed: the KV of its packs is moved there, and the tokens between them are masked. The result
-        is the largest weight of a token behind the region on each of its tokens, `(layers, heads, tokens)`, of the
-        first `layers` if given. `None` if a pack has no KV.
+        The region's composer writes the KV of its packs, and the tokens between them are masked. The result is the
+        largest weight of a token behind the region on each of its tokens, `(layers, heads, tokens)`, of the first
+        `layers` if given. `None` if a pack has no KV.
         """
         self._check()
         return self.scheduler.retry_after_oom(partial(self._attention, plan, layers))
@@ -145,9 +144,9 @@ class LocalEngine:
         region = plan.regions[-1]
         with closing(self.prefill(plan.until(region.start), len(plan.prompt), logits=False)) as run:
             packs, by_layer = run.load(region, plan), list[Tensor]()
-            if packs is None:
+            if packs is None or region.composer is None:
                 return None
-            blank = run.write(region, SpliceComposer(), packs)
+            blank = run.write(region, region.composer, packs)
             ids, places = plan.prompt.token_ids[region.stop :], range(region.stop, len(plan.prompt))
             with self.scheduler.prefill(len(ids)):
                 self.model.forward_among(
@@ -237,11 +236,11 @@ class LocalEngine:
             begin_run = partial(new_run, plan, logits=logits, defers=defers and plan.reuse)
             run, plain_kv = begin_run(), None
             steered_stop = next((region.stop for region in plan.regions if region.parts), 0)
-            if plan.below is not None and run.buffer.length < steered_stop:
+            if plan.unsteered is not None and run.buffer.length < steered_stop:
                 # Only plain KV precedes the first steered region. So its plain KV comes from the same sources as that
                 # of a plain prompt: the tree, then packs, then a forward pass.
                 run.close()
-                plain_run = new_run(plan.below, logits=False)
+                plain_run = new_run(plan.unsteered, logits=False)
                 plain_run.fill()
                 with closing(plain_run):
                     plain_kv, computed = plain_run.buffer.read(0, steered_stop), plain_run.computed

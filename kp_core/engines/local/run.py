@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kp_core.compose import Composer, PacketComposer
 from kp_core.engines.local.buffer import BufferPool
 from kp_core.engines.local.scheduler import Decoding, Scheduler
 from kp_core.engines.local.tree import Path, PrefixTree
@@ -19,8 +18,10 @@ from kp_core.kv import KVTensors
 from kp_core.packs.codec import in_threads
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack
-from kp_core.plan.plan import Limit, Plan, Region
-from kp_core.prompt.prompt import Span
+from kp_core.plan.composer import Composer
+from kp_core.plan.plan import Limit, Plan
+from kp_core.plan.region import Region
+from kp_core.prompt.prompt import SoftTokens, Span
 from kp_core.threads import release_openmp_threads
 
 __all__ = ["Run", "match"]
@@ -85,7 +86,7 @@ class Run:
         A steered plan needs `plain_kv`, up to the end of its first steered region, unless the buffer has this region.
         """
         try:
-            if self.plan.below is None:
+            if self.plan.unsteered is None:
                 self._fill_plain()
             else:
                 self._fill_steered(plain_kv)
@@ -206,11 +207,13 @@ class Run:
         """The packs of a region of `plan`, with their KV; `None` if one has none for its position."""
         if region.source not in ("pack", "composed") or region.span is None or not plan.reuse:
             return None
-        spans, composer, packs = region.spans, region.composer, []
-        if isinstance(composer, PacketComposer):
-            loaded: Sequence[KnowledgePack | None] = [self._wrapped(span, composer) for span in spans]
-        else:
-            loaded = in_threads(lambda span: _stored(span, plan), spans, sum(span.pack.stored_bytes for span in spans))
+        spans, packs = region.spans, []
+        size = sum(span.pack.stored_bytes for span in spans)
+        stored = in_threads(lambda span: None if span.soft else _stored(span, plan), spans, size)
+        loaded = [
+            pack if span.soft is None else self._softened(span, span.soft)
+            for span, pack in zip(spans, stored, strict=True)
+        ]
         for span, pack in zip(spans, loaded, strict=True):
             if pack is None or pack.kv is None:
                 logger.info("Pack %s has no KV for this position; it is computed from its text.", span.handle)
@@ -228,13 +231,13 @@ class Run:
         """See `Move`; the RoPE is measured when it is first needed."""
         self._model.rope.move(kv, by, place)
 
-    def _wrapped(self, span: Span, composer: PacketComposer) -> KnowledgePack:
-        """A wrapped pack with its KV: read from the store, or compiled now and kept there."""
+    def _softened(self, span: Span, soft: SoftTokens) -> KnowledgePack:
+        """A pack between soft tokens with its KV: read from the store, or compiled now and kept there."""
         kv = self.plan.kept.read(span.start, span.stop) if self.plan.kept else None
         if kv is None:
-            before, ids = span.pack.prefix, composer.unwrapped(span.pack)
+            before, ids = span.pack.prefix, soft.between(span.pack.token_ids)
             with self._scheduler.prefill(len(before) + len(span)):
-                kv = self._model.forward_soft(before, composer.header, ids, composer.trailer)
+                kv = self._model.forward_soft(before, soft.header, ids, soft.trailer)
             self.computed += len(span)
             if self.plan.kept and find_handles(span.handle):
                 self.plan.kept.take(span.start, span.stop, kv.to("cpu"))

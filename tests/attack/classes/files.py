@@ -19,10 +19,10 @@ from pypdf import PdfWriter
 from kp_cli.sources import read_facts
 from kp_core import Fact, PackStore, Steering
 from kp_core.banks import ChromaFactStore
-from kp_core.compose import PacketComposer
 from kp_core.errors import PackCorruptError
 from kp_core.packs.entry import encode_entry, open_entry
 from kp_core.steering import load_steering, save_steering
+from kp_methods import PacketComposer
 from tests.attack.harness import Case, LostError, WrongError, refused
 from tests.attack.mutate import damaged, text, warped
 from tests.core.packs.made import FINGERPRINT, files_of, make_pack, rebuild, same

@@ -15,8 +15,8 @@ from random import Random
 from typing import Any
 
 from kp_core import Generation, KnowledgePack, KnowledgePackError, PackStore, PackView, Session
-from kp_core.edit import amend
 from kp_core.errors import PackNotFoundError
+from kp_methods.edit import amend
 from tests.attack.harness import Case, LostError, WrongError
 from tests.composers import Firsts
 from tests.conftest import tiny_engine

@@ -36,6 +36,7 @@ from kp_core.events import subscribe
 from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.template import ChatTemplate
 from kp_core.session.session import Session
+from kp_methods.edit import edit_fact
 from tests.conftest import tiny_engine, until
 from tests.kits import CHATML, HashEmbedder, tiny_model, tiny_tokenizer
 
@@ -294,7 +295,7 @@ GONE: dict[str, Callable[[Delivery, Fact, FactStore], object]] = {
     "emptied": lambda made, *_: made.delete(where={"kp:source": {"$ne": "none"}}),
     "updated": lambda made, fact, _: made.facts.update(replace(fact, text="Another text.")),
     "added over": lambda made, fact, _: made.facts.add([replace(fact, text="Another text.")], overwrite=True),
-    "edited": lambda made, fact, _: made.edit(fact.id, "SECRET", "nothing", how="rebuild"),
+    "edited": lambda made, fact, _: edit_fact(made, fact.id, "SECRET", "nothing", how="rebuild"),
     "expired": lambda made, fact, _: made.facts.update(replace(fact, expires=1.0)),
 }
 
@@ -340,8 +341,8 @@ BESIDE: dict[str, Callable[[Delivery, Fact], object]] = {
     "add": lambda made, fact: made.add([fact], progress=False),
     "add over": lambda made, fact: made.add([replace(fact, title="Lamps")], overwrite=True, progress=False),
     "update": lambda made, fact: made.update(replace(fact, title="Lamps")),
-    "edit": lambda made, fact: made.edit(fact.id, "lamp", "light"),
-    "edit by rebuilding": lambda made, fact: made.edit(fact.id, "lamp", "light", how="rebuild"),
+    "edit": lambda made, fact: edit_fact(made, fact.id, "lamp", "light"),
+    "edit by rebuilding": lambda made, fact: edit_fact(made, fact.id, "lamp", "light", how="rebuild"),
 }
 
 
@@ -638,7 +639,7 @@ def test_an_edited_fact_is_found_under_its_new_handle(tmp_path: Path) -> None:
     facts.add([Fact("The mill of Veyl has four sails, and grinds barley.", id="mill", namespace="isles")])
     made = packs(facts, tmp_path, kv="stored", namespace="isles")
     [old] = made.search("mill", 1)
-    fact = made.edit("mill", "four", "six")
+    fact = edit_fact(made, "mill", "four", "six")
     [new] = made.search("mill", 1)
     assert old.handle is not None
     assert (new.handle, new.unit) == (made.store.handle(fact.text, "isles"), fact)
@@ -656,14 +657,14 @@ def test_an_edited_fact_is_found_under_its_new_handle(tmp_path: Path) -> None:
     assert entries[0] == entries[1]
     for how, error in (("mend", OptionError), ("overwrite", PackError)):
         with pytest.raises(error):
-            made.edit("mill", "barley, and", "rye", how=how)  # type: ignore[arg-type]
+            edit_fact(made, "mill", "barley, and", "rye", how=how)  # type: ignore[arg-type]
     with pytest.raises(FactError):
-        made.edit("none", "six", "four")
-    assert made.edit("mill", "barley", "rye", how="rebuild").text.endswith("grinds rye.")
+        edit_fact(made, "none", "six", "four")
+    assert edit_fact(made, "mill", "barley", "rye", how="rebuild").text.endswith("grinds rye.")
     assert made.facts.get("mill").version == 3
     lazy = packs(facts, tmp_path / "lazy", namespace="isles")
     with pytest.raises(PackError, match="lazy"):
-        lazy.edit("mill", "six", "four")
+        edit_fact(lazy, "mill", "six", "four")
     assert facts.get("mill").version == 3
 
 
@@ -671,7 +672,7 @@ def test_a_fact_of_a_document_is_rebuilt_with_it(facts: MemoryFactStore, tmp_pat
     made = packs(facts, tmp_path, unit="document", namespace="default")
     fact = next(each for each in facts.facts(namespace="default") if each.source == "a.md")
     with pytest.raises(FactError, match="rebuild"):
-        made.edit(fact.id, "Part", "Chapter")
-    made.edit(fact.id, "Part", "Chapter", how="rebuild")
+        edit_fact(made, fact.id, "Part", "Chapter")
+    edit_fact(made, fact.id, "Part", "Chapter", how="rebuild")
     texts = [made.store.get(handle).text for handle in made.store]
     assert any(text.startswith("Chapter 0 of a.md.\nPart 1") for text in texts)

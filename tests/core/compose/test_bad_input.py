@@ -81,4 +81,4 @@ def test_keys_that_cannot_be_moved(store):
 def test_a_name_that_is_none(store, name):
     engine = tiny_engine()
     handles = [put(store, engine, text) for text in TEXTS]
-    refused(engine, store, handles, OptionError, "expected", composer=name)
+    refused(engine, store, handles, OptionError, "expected|gone in 0.3", composer=name)

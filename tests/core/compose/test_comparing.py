@@ -16,7 +16,7 @@ def isles(tmp_path):
     """An engine that has said nothing, its options, and how a question about all packs is asked."""
     engine, store = tiny_engine(chunk_tokens=1024), PackStore(tmp_path)
     engine.clear_cache()
-    engine.calibrations.warned.clear()
+    engine.host.cautioned.clear()
     handles = [str(store.put(engine.build_pack(text, namespace="isles"))) for text in TEXTS]
     return engine, {"view": store.view("isles")}, lambda question: "\n\n".join((*handles, question))
 

@@ -3,18 +3,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kp_core import (
-    AutoComposer,
-    ExactComposer,
-    ModelFingerprint,
-    PacketComposer,
-    PackStore,
-    SelectComposer,
-    SpliceComposer,
-    compose,
-)
-from kp_core.compose import Composer, composer_of
+import kp_methods
+from kp_core import Composer, ExactComposer, ModelFingerprint, PackStore
 from kp_core.errors import OptionError, PackError
+from kp_core.plan.composer import _installed, composer_of
+from kp_methods import AutoComposer, PacketComposer, SelectComposer, SpliceComposer
 from tests.composers import Firsts
 from tests.conftest import tiny_engine
 from tests.kits import ARCHITECTURES, NaiveComposer, check_composer
@@ -22,18 +15,17 @@ from tests.matrix import models
 
 
 @dataclass(frozen=True)
-class Scaled:
+class Scaled(Composer):
     """A composer in one file: the pack's KV with its values times a factor."""
 
     factor: float = 1.0
-    exact = False
 
     @property
     def key(self):
         return f"scaled:{self.factor}"
 
-    def regions(self, prompt):
-        return prompt.spans[1:]
+    def layout(self, prompt, moved, host):
+        return prompt, [span for span in moved if span in prompt.spans[1:]]
 
     def fill(self, region, packs, room, move):
         NaiveComposer().fill(region, packs, room, move)
@@ -90,12 +82,13 @@ def test_composers(composer, architecture, dtype, isles):
     assert engine.prefill(both, **request, composer=composer).usage.computed_tokens == 0
 
 
-def test_what_is_exported_has_a_name():
+def test_what_is_installed_has_a_row():
     names = {"auto", "exact", "packet", "select", "splice"}
+    assert names <= set(_installed())
     assert {composer_of(name).key.partition(":")[0] for name in names} == names
     kinds = {type(composer_of(name)) for name in names}
-    exported = {getattr(compose, name) for name in compose.__all__ if name.endswith("Composer")}
-    assert exported - {Composer} == kinds
+    exported = {getattr(kp_methods, name) for name in kp_methods.__all__ if name.endswith("Composer")}
+    assert exported | {ExactComposer} == kinds
     assert all(
         any(isinstance(composer, kind) for composer in COMPOSERS) for kind in kinds - {AutoComposer, SelectComposer}
     ), "every one that makes KV has a row"
@@ -134,6 +127,7 @@ def test_what_is_no_composer_is_refused_at_the_call(isles):
         engine.stream(both, **request, composer="naive")
     with pytest.raises(OptionError, match=r"Got composer='select:pack=1'; expected packs=, least= for 'select'\."):
         engine.stream(both, **request, composer="select:pack=1")
-    with pytest.raises(OptionError, match="Got composer=7; expected a composer"):
+    with pytest.raises(OptionError, match=r"Got composer=7; expected a composer: its name, or a `kp_core.Composer`"):
         engine.stream(both, **request, composer=7)
-    assert all(isinstance(composer, Composer) for composer in COMPOSERS)
+    with pytest.raises(OptionError, match=r"Got composer=<class .*ExactComposer'>; expected a composer: its name, or"):
+        engine.stream(both, **request, composer=ExactComposer)

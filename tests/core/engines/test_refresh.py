@@ -7,10 +7,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from kp_core import PackStore, load_engine
-from kp_core.compose import AutoComposer
-from kp_core.engines.calibration import Calibration, CalibrationRow
 from kp_core.engines.hf.model import CausalModel
 from kp_core.errors import BusyError, FingerprintMismatchError, ModelChangedError
+from kp_methods.calibration import Calibration, CalibrationRow, calibrations_of
 from tests.kits import tiny_model, tiny_tokenizer
 
 TEXT = "The gate of the harbour is green and old, and nobody knows who painted it."
@@ -176,7 +175,7 @@ def test_a_changed_model_is_refused_until_it_is_refreshed_and_then_answers_as_a_
     assert answers[0].token_ids == answers[1].token_ids
     packs = [each.build_pack(TEXT) for each in (engine, fresh)]
     assert packs[0].kv.equal(packs[1].kv)
-    assert engine.calibrations.of(view) is None
+    assert calibrations_of(engine.host).of(view) is None
 
 
 # What comes back is as it was: bit for bit, or it is refused.
@@ -217,21 +216,21 @@ def test_calibrations_are_of_the_model_as_it_is(tmp_path):
     model = with_adapters()
     engine, view = engine_of(model), PackStore(tmp_path).view("a")
     row = CalibrationRow("splice", "one fact", 2, 4096, 400, 400, 0, 0, 0.2)
-    first, known = engine.fingerprint.identity, engine.calibrations
+    first, known = engine.fingerprint.identity, calibrations_of(engine.host)
     known.keep(Calibration(first, (row,)), view)
     groups = [[20, 20]]
-    assert engine.calibrations.choice(groups, AutoComposer(), view)[0].key == "splice"
+    assert calibrations_of(engine.host).choice(groups, view)[0].key == "splice"
     model.set_adapter("b")
     engine.refresh()
-    composer, why = engine.calibrations.choice(groups, AutoComposer(), view)
+    composer, why = calibrations_of(engine.host).choice(groups, view)
     assert composer.key == "exact"
     assert "nothing was measured" in why
     # Measured again, they stand beside those of the earlier model.
-    engine.calibrations.keep(Calibration(engine.fingerprint.identity, (row,)), view)
+    calibrations_of(engine.host).keep(Calibration(engine.fingerprint.identity, (row,)), view)
     model.set_adapter("a")
     engine.refresh()
     assert engine.fingerprint.identity == first
-    assert engine.calibrations.of(view).model == first
+    assert calibrations_of(engine.host).of(view).model == first
 
 
 def test_two_sessions_of_one_engine_go_by_the_model_as_it_is(tmp_path):

@@ -7,8 +7,11 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from kp_core import PacketComposer, PackStore
-from kp_core.engines.hf.training import (
+from kp_core import PackStore
+from kp_core.errors import UnsupportedRequestError, WrapperError
+from kp_core.packs import blobs
+from kp_methods import PacketComposer
+from kp_methods.packet.training import (
     PacketTraining,
     Samples,
     checkpoint_of,
@@ -17,8 +20,6 @@ from kp_core.engines.hf.training import (
     teach,
     train_wrapper,
 )
-from kp_core.errors import UnsupportedRequestError, WrapperError
-from kp_core.packs import blobs
 from tests.conftest import tiny_engine
 from tests.matrix import architectures
 
@@ -110,7 +111,7 @@ def test_an_interrupted_training_ends_with_the_same_bits(tmp_path, monkeypatch):
         steps.append(1)
         return step(self, *arguments)
 
-    from kp_core.engines.hf.training import _Training
+    from kp_methods.packet.training import _Training
 
     step = _Training._step
     monkeypatch.setattr(_Training, "_step", interrupted)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kp_core import PackStore
-from kp_core.engines.arranging import Selector, _new_words, query_of
-from kp_core.engines.calibration import blob_key
 from kp_core.errors import ContextOverflowError, OptionError
 from kp_core.prompt.conversation import Turn, to_turns
+from kp_methods.calibration import blob_key
+from kp_methods.select import Selector, _new_words, query_of, selector_of
 from tests.conftest import tiny_engine
 
 TOWNS = ("Calder Bridge", "Port Ambrose", "Tillingfold", "Great Wenlow", "Saint Osric")
@@ -80,7 +80,7 @@ def test_selecting_leaves_nothing_behind_that_a_plain_prompt_could_find(anywhere
 def test_an_attention_weight_is_that_of_a_forward_pass_over_the_same_kv(anywhere):
     """The fast pass, which ends at the last layer that it needs, against all layers and heads."""
     engine, options, handles = anywhere
-    selector = engine._planner._selector
+    selector = selector_of(engine.host)
     view = replace(options["view"], model=engine.fingerprint)
     packs = to_turns([{"role": "user", "content": "\n".join(handles)}], view)[0].segments[::2]
     some = selector._by_head(packs, "Who keeps it?", view, 2)
@@ -125,7 +125,7 @@ def test_damaged_heads_are_measured_again(anywhere):
     engine, options, handles = anywhere
     view = options["view"]
     first = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
-    selector = engine._planner._selector
+    selector = selector_of(engine.host)
     found, key = selector._found, blob_key("retrieval heads", engine.fingerprint.identity)
     for damaged in (
         "{}",
@@ -137,13 +137,13 @@ def test_damaged_heads_are_measured_again(anywhere):
         engine._last_planner = None
         engine.clear_cache()
         again = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
-        assert engine._planner._selector._found == found
+        assert selector_of(engine.host)._found == found
         assert again.token_ids == first.token_ids
     engine._last_planner = None
 
 
 def test_the_heads_that_come_with_the_package_are_the_measured_ones(smol_here):
-    selector = smol_here._planner._selector
+    selector = selector_of(smol_here.host)
     assert set(zip(*selector._heads(None), strict=True)) == set(zip(*selector._measured_heads(), strict=True))
 
 
@@ -151,11 +151,11 @@ def test_a_new_process_need_not_look_for_the_heads_again(anywhere, monkeypatch):
     engine, options, handles = anywhere
     engine._last_planner = None
     first = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
-    found = engine._planner._selector._found
+    found = selector_of(engine.host)._found
     engine._last_planner = None
     monkeypatch.setattr(Selector, "_measured_heads", lambda _: pytest.fail("they are stored beside the packs"))
     again = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
-    assert engine._planner._selector._found == found
+    assert selector_of(engine.host)._found == found
     assert again.token_ids == first.token_ids
     engine._last_planner = None
 
@@ -216,7 +216,7 @@ def test_of_two_sentences_that_name_it_the_one_that_is_asked_for_is_found(anywhe
     pack = engine.build_pack("The mayor of Calder Bridge is Ida Marsh. The market of Calder Bridge is held on Monday.")
     weights = torch.ones(4, len(pack.token_ids))
     for asked, found in (("Who is the mayor of Calder Bridge?", 0), ("When is the market of Calder Bridge held?", 1)):
-        sentence = engine._planner._selector._sentence(pack, weights, asked)
+        sentence = selector_of(engine.host)._sentence(pack, weights, asked)
         assert sentence == re.split(r"(?<=\.) ", pack.text)[found]
 
 
@@ -242,7 +242,7 @@ def test_the_sentence_with_most_attention(anywhere):
     for at in range(len(ids)):
         weights = torch.zeros(2, len(ids))
         weights[1, at] = 1
-        sentences.add(engine._planner._selector._sentence(pack, weights, ""))
+        sentences.add(selector_of(engine.host)._sentence(pack, weights, ""))
     assert sentences == {"It is old.", "Port Ambrose has a pier!", "Nothing more is known"}
 
 

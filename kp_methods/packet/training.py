@@ -23,9 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from kp_core.compose.packet import PacketComposer, read_signed, write_signed
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.errors import ShortTextError, UnsupportedRequestError, WrapperError
@@ -35,6 +33,7 @@ from kp_core.packs.view import PackRef
 from kp_core.progress import bar_of
 from kp_core.prompt.conversation import GAP, Turn
 from kp_core.session.session import Session
+from kp_methods.packet.composer import PacketComposer, read_signed, write_signed
 
 __all__ = [
     "Documents",
@@ -214,15 +213,15 @@ Taught: TypeAlias = tuple[Sample, Tensor, KVTensors]
 @torch.no_grad()
 def teach(model: CausalModel, sample: Sample, most: int) -> Taught:
     """Run the teacher on `sample` and its answer; without one, on a greedy answer of at most `most` tokens."""
-    past, logits = _run(model, _embedded(model, sample.prompt), None, 1)
+    past, logits = model.forward_embedded(model.embedded(sample.prompt), None, 1)
     before, answer_logits = past.slice(0, sample.begin).clone(), [logits]
     if sample.answer:
         if rest := sample.answer[:-1]:
-            answer_logits.append(_run(model, _embedded(model, rest), past, len(rest))[1])
+            answer_logits.append(model.forward_embedded(model.embedded(rest), past, len(rest))[1])
         return sample, torch.cat(answer_logits), before
     generated = [int(logits[-1].argmax())]
     while len(generated) < most and generated[-1] not in model.end_tokens:
-        past, logits = _run(model, _embedded(model, generated[-1:]), past, 1)
+        past, logits = model.forward_embedded(model.embedded(generated[-1:]), past, 1)
         answer_logits.append(logits)
         generated.append(int(logits[-1].argmax()))
     return replace(sample, answer=tuple(generated)), torch.cat(answer_logits), before
@@ -244,37 +243,12 @@ def student(model: CausalModel, taught: Taught, soft: Tensor) -> Tensor:
     parts, at = [before], sample.begin
     for ids in sample.packets:
         # One at a time: a batch would pad all documents to the longest.
-        inputs = torch.cat([header, _embedded(model, ids), trailer])
-        kv, _ = _run(model, inputs, before.slice(0, prefix), 0)
+        inputs = torch.cat([header, model.embedded(ids), trailer])
+        kv, _ = model.forward_embedded(inputs, before.slice(0, prefix), 0)
         parts.append(model.rope.move(kv.slice(prefix, kv.tokens), at - prefix))
         at += len(inputs)
-    tail = _embedded(model, (*sample.behind, *answer[:-1]))
-    return _run(model, tail, KVTensors.concat(parts), len(answer))[1]
-
-
-@torch.no_grad()
-def _embedded(model: CausalModel, ids: Sequence[int]) -> Tensor:
-    """Input embeddings of `ids`, `(tokens, hidden)`."""
-    embeddings: Tensor = model.network.get_input_embeddings()(torch.tensor(ids, dtype=torch.long, device=model.device))
-    return embeddings
-
-
-def _run(model: CausalModel, inputs: Tensor, past: KVTensors | None, keep: int) -> tuple[KVTensors, Tensor]:
-    """KV of `past` and `inputs`, `(tokens, hidden)`, and the logits at the last `keep` inputs."""
-    count, new = 0 if past is None else past.tokens, len(inputs)
-    cache = DynamicCache(config=model.config)
-    for layer, (key, value) in enumerate(zip(past.keys, past.values, strict=True) if past is not None else ()):
-        cache.update(key[None], value[None], layer)
-    output = (model.network if keep else model.network.base_model)(
-        inputs_embeds=inputs[None],
-        position_ids=torch.arange(count, count + new, device=model.device)[None],
-        past_key_values=cache,
-        use_cache=True,
-        **(model.keep(keep) if keep else {}),
-    )
-    layers = cache.layers
-    kv = KVTensors(tuple(layer.keys[0] for layer in layers), tuple(layer.values[0] for layer in layers))
-    return kv, output.logits[0, -keep:] if keep else inputs.new_empty(0)
+    tail = model.embedded((*sample.behind, *answer[:-1]))
+    return model.forward_embedded(tail, KVTensors.concat(parts), len(answer))[1]
 
 
 def checkpoint_of(out: Path) -> Path:
@@ -444,7 +418,7 @@ class _Training:
     def _fresh(self) -> dict[str, Tensor]:
         """Initial soft tokens: embeddings of line breaks, the closest to no soft tokens among those tried."""
         blank = self._session.tokenizer.encode("\n", add_special_tokens=False)[:1]
-        soft = _embedded(self._model, blank * (2 * self._settings.soft)).float()
+        soft = self._model.embedded(blank * (2 * self._settings.soft)).float()
         copies = {name: soft.clone() for name in ("soft", "average", "best")}
         return copies | {name: torch.zeros_like(soft) for name in ("mean", "square")}
 

@@ -1,4 +1,4 @@
-"""Which of the packs that stand side by side are sent (`SelectComposer`)."""
+"""Answers from the packs that a question looks at, and leaves the others out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,23 +17,20 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kp_core.compose import SelectComposer, SpliceComposer
-from kp_core.engines.calibration import blob_key
-from kp_core.errors import PackError
+from kp_core.errors import OptionError, PackError
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef, PackView, Segment
-from kp_core.plan.engine import Engine
-from kp_core.plan.plan import Plan, Region
+from kp_core.plan.composer import Arrangement, Host, Region
+from kp_core.plan.plan import Plan
 from kp_core.prompt.conversation import GAP, Turn
-from kp_core.prompt.template import ChatTemplate
+from kp_methods.calibration import MeasuredComposer, blob_key, calibrations_of
+from kp_methods.splice import SpliceComposer
 
-__all__ = ["Selector", "arranged"]
+__all__ = ["SelectComposer", "Selector", "arranged", "selector_of"]
 
 logger = logging.getLogger(__name__)
 
 Handles: TypeAlias = tuple[str, ...]
-Attention: TypeAlias = Callable[[Plan, int | None], Tensor | None]
-"""As `Attends.attention`."""
 
 _HEADS = 4
 _REMEMBERED = 512
@@ -62,6 +59,50 @@ _PROBES = (
 
 
 @dataclass(frozen=True)
+class SelectComposer(MeasuredComposer):
+    """Selects packs by the model's attention, and composes these exactly.
+
+    Some attention heads of a model look up what a question names (*retrieval heads*, arXiv 2404.15574). One pass of the
+    question over the stored KV of all packs shows how much these heads attend to each. Of packs that stand side by
+    side, the one with most attention is sent, and at most `packs` in all:
+
+    - The sentence that was found may have words that the question does not have. If the heads find these in another
+      pack, it is sent behind the first, and so on: such a chain ends beside the question.
+    - Packs with at least half as much attention as the first are sent before it, as the question may name them, too;
+      and whatever their attention, until `least` packs are sent.
+
+    The answer is that of the text of these packs, token for token; nothing of the others is in it, so questions about
+    all packs (how many, summarise) need `exact`.
+
+    Raises `OptionError` for numbers below 1, and for `least` above `packs`.
+    """
+
+    packs: int = 2
+    least: int = 1
+
+    needs = "attention"
+
+    def __post_init__(self) -> None:
+        for name, what in (("packs", "the most packs to read"), ("least", "how many packs to read at least")):
+            number = getattr(self, name)
+            if not (isinstance(number, int | float) and number >= 1 and float(number).is_integer()):
+                raise OptionError(f"Got {name}={number!r}; expected {what}, from 1 on.")
+            object.__setattr__(self, name, int(number))
+        if self.least > self.packs:
+            raise OptionError(f"Got least={self.least} above packs={self.packs}, the most to read; raise packs.")
+
+    @property
+    def key(self) -> str:
+        """Method and numbers."""
+        return f"select:packs={self.packs}" + (f",least={self.least}" if self.least > 1 else "")
+
+    def arrange(self, turns: Sequence[Turn], host: Host) -> Arrangement:
+        """The turns with the packs that the model's attention selects."""
+        turns, unread = selector_of(host).selected(turns, self, host.view)
+        return Arrangement(turns, self, unread)
+
+
+@dataclass(frozen=True)
 class Group:
     """Packs side by side in turn `turn`, separated by the same text; `place` identifies everything before them."""
 
@@ -76,23 +117,14 @@ class Group:
 
 
 class Selector:
-    """Chooses which of the packs that stand side by side in a message are sent, for one model.
+    """Chooses which of the packs that stand side by side in a message are sent, for the model of `host`.
 
-    `attention` is that of the engine, `build` compiles texts, `heads` are the model's retrieval heads, `(layer, head)`,
-    if they are known. What was chosen at a place for a question is remembered, so a conversation keeps its earlier
-    choices, and with them its KV.
+    `heads` are the model's retrieval heads, `(layer, head)`, if they are known. What was chosen at a place for a
+    question is remembered, so a conversation keeps its earlier choices, and with them its KV.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        template: ChatTemplate,
-        attention: Attention,
-        build: Callable[[Sequence[str]], Iterable[KnowledgePack]],
-        heads: Sequence[tuple[int, int]] = (),
-    ) -> None:
-        self._engine, self._identity, self._template = engine, engine.identity, template
-        self._attention, self._build = attention, build
+    def __init__(self, host: Host, heads: Sequence[tuple[int, int]] = ()) -> None:
+        self._host = host
         self._found = ([layer for layer, _ in heads], [head for _, head in heads]) if heads else None
         self._chosen: OrderedDict[Hashable, Handles] = OrderedDict()
         self._lock = threading.Lock()
@@ -173,7 +205,7 @@ class Selector:
         """The sentence of a pack with most attention (`weights`, `(heads, tokens)`) and most words of `known`."""
         sentences, stops = _ENDS.split(pack.text), [end.end() for end in _ENDS.finditer(pack.text)]
         # Where each token ends, about: a token alone may be decoded to fewer or more characters.
-        sizes = list(accumulate(len(self._engine.tokenizer.decode([token])) for token in pack.token_ids))
+        sizes = list(accumulate(len(self._host.engine.tokenizer.decode([token])) for token in pack.token_ids))
         shares, words = [0.0] * len(sentences), _lower_words(known)
         for size, weight in zip(sizes, weights.sum(dim=0).tolist(), strict=True):
             shares[bisect_left(stops, size * len(pack.text) / max(1, sizes[-1]))] += weight
@@ -198,8 +230,8 @@ class Selector:
         """
         # A pack of memory ends its line itself.
         parts: list[Segment] = [part for pack in packs for part in (pack, "" if pack.memory else GAP)]
-        prompt = self._template.render_turns([Turn("user").with_segments([*parts, query])])
-        if len(prompt) > self._engine.max_positions and len(packs) > 1:
+        prompt = self._host.template.render_turns([Turn("user").with_segments([*parts, query])])
+        if len(prompt) > self._host.engine.max_positions and len(packs) > 1:
             # More packs than the model has positions: each half is looked at by itself.
             at = len(packs) // 2
             first, second = (self._by_head(half, query, view, layers) for half in (packs[:at], packs[at:]))
@@ -208,7 +240,7 @@ class Selector:
             pack = span.pack
             if (
                 pack.token_ids != prompt.token_ids[span.start : span.stop]
-                or pack.fingerprint != self._identity
+                or pack.fingerprint != self._host.model
                 or pack.steering is not None
                 or pack.edits.errata
                 or not (pack.kv or pack.stored_bytes)
@@ -218,7 +250,7 @@ class Selector:
             return None
         start, stop = prompt.spans[0].start, prompt.spans[-1].stop
         region = Region(start, stop, "composed", prompt.spans, SpliceComposer())
-        weights = self._attention(Plan(prompt, (Region(0, start, "computed"), region), packs=view), layers)
+        weights = self._host.attention(Plan(prompt, (Region(0, start, "computed"), region), packs=view), layers)
         if weights is None:
             return None
         return [weights[..., span.start - start : span.stop - start] for span in prompt.spans]
@@ -229,7 +261,7 @@ class Selector:
         They are measured once for each model, and stored beside the packs, so that a new process need not measure them.
         """
         blobs = None if view is None else view.source.blobs
-        key = blob_key("retrieval heads", self._identity.identity)
+        key = blob_key("retrieval heads", self._host.model.identity)
         if self._found is None and blobs is not None:
             with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
                 stored = json.loads(bytes(blobs.read(key)))
@@ -247,7 +279,7 @@ class Selector:
         shares = []
         for text, question, names, values in _PROBES:
             texts = [text.format(name=name, value=value) for name, value in zip(names, values, strict=True)]
-            packs = [PackRef(str(at), pack) for at, pack in enumerate(self._build(texts))]
+            packs = [PackRef(str(at), pack) for at, pack in enumerate(self._host.build(texts))]
             for at, name in list(enumerate(names))[::2]:
                 by_token = self._by_head(packs, question.format(name), None)
                 if by_token is None:
@@ -257,6 +289,16 @@ class Selector:
         mean = torch.stack(shares).mean(dim=0)
         best = mean.flatten().topk(min(_HEADS, mean.numel())).indices
         return (best // mean.shape[1]).tolist(), (best % mean.shape[1]).tolist()
+
+
+def selector_of(host: Host) -> Selector:
+    """The selector for the model of `host`."""
+
+    def make() -> Selector:
+        shipped = calibrations_of(host).of(None)
+        return Selector(host, shipped.heads if shipped else ())
+
+    return host.remembered(Selector, make)
 
 
 def arranged(turns: Sequence[Turn], orders: Mapping[int, Handles]) -> tuple[tuple[Turn, ...], list[Group]]:

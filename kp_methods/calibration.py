@@ -1,4 +1,4 @@
-"""Measures composers by right answers, keeps the result beside the packs, and chooses a request's composer by it."""
+"""Measures composers by right answers, keeps the result beside the packs, and chooses a composer by it."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kp_core.compose import AutoComposer, Composer, ExactComposer, PacketComposer, SelectComposer, composer_of
 from kp_core.errors import KnowledgePackError, OptionError, PackError
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackView
-from kp_core.plan.plan import Plan
+from kp_core.plan.composer import Composer, ExactComposer, Host, composer_of
 from kp_core.progress import bar_of
-
-if TYPE_CHECKING:
-    from kp_core.session.session import Session
+from kp_core.session.reading import Generation
+from kp_core.session.session import Session
 
 __all__ = [
     "Calibration",
     "CalibrationQuestion",
     "CalibrationRow",
     "Calibrations",
+    "MeasuredComposer",
     "blob_key",
     "calibrate_composers",
+    "calibrations_of",
     "enough_of",
 ]
 
@@ -44,15 +44,18 @@ logger = logging.getLogger(__name__)
 
 COMPOSERS = ("select:packs=1", "select", "splice")
 """What is measured by default."""
+KEPT, LOW = 0.95, 0.9
+"""Least share of the text's right answers, and of its lower end, that a composer must have to be chosen."""
 FEWEST = 20
 """Questions without which nothing is said of a composer."""
 INSTRUCTION = "Answer the question with a few words, using the facts."
 """Stands before a question that is measured, and before those of `kp ask`."""
-SHIPPED = Path(__file__).parents[1] / "calibrations"
+SHIPPED = Path(__file__).parent / "calibrations"
 """Calibrations that come with the package, a JSON file for each model."""
 
 _WORDS = re.compile(r"\w+")
 _ARTICLES = {"a", "an", "the"}
+_COUNTS = ("questions", "right", "text_right")
 
 
 @dataclass(frozen=True)
@@ -177,8 +180,6 @@ class Calibrations:
     def __init__(self, model: str, supports: Iterable[str]) -> None:
         self._model, self._key, self._supports = model, blob_key("calibration", model), frozenset(supports)
         self._known: dict[str, Calibration | None] = {}
-        self.warned = set[tuple[str, str]]()
-        """Stores and composers whose approximation was told, so that it is told once for each."""
         self._lock = threading.Lock()
 
     def of(self, view: PackView | None) -> Calibration | None:
@@ -218,9 +219,9 @@ class Calibrations:
             self._known[str(blobs)] = calibration
 
     def choice(
-        self, groups: Sequence[Sequence[int]], auto: AutoComposer, view: PackView | None
+        self, groups: Sequence[Sequence[int]], view: PackView | None, kept: float = KEPT, low: float = LOW
     ) -> tuple[Composer, str]:
-        """The composer that `auto` takes for `groups` of packs side by side, given by their numbers of tokens; and why.
+        """As `chosen`, for `groups` of packs side by side, given by their numbers of tokens.
 
         The largest group of packs side by side in a message decides, and the longest pack.
         """
@@ -229,31 +230,30 @@ class Calibrations:
             return ExactComposer(), "no packs stand side by side"
         if (calibration := self.of(view)) is None:
             return ExactComposer(), "nothing was measured with this model: see `kp calibrate`"
-        return self.chosen(calibration, packs, max(map(max, groups)), auto)
+        return self.chosen(calibration, packs, max(map(max, groups)), kept, low)
 
     def chosen(
-        self, calibration: Calibration, packs: int, tokens: int, auto: AutoComposer | None = None
+        self, calibration: Calibration, packs: int, tokens: int, kept: float = KEPT, low: float = LOW
     ) -> tuple[Composer, str]:
         """The fastest composer that this engine runs and that keeps enough of the text's right answers of every kind.
 
         Exact composition if there is none. Returns the reason, too. `packs` packs stand side by side, the longest of
         `tokens` tokens.
         """
-        wanted = auto or AutoComposer()
         best: tuple[tuple[int, float], str, CalibrationRow] | None = None
         is_measured = False
         for name in dict.fromkeys(row.composer for row in calibration.rows):
-            needed = "attention" if isinstance(composer_of(name), SelectComposer) else "compose"
-            rows = calibration.rows_of(name, packs, tokens) if needed in self._supports else []
+            is_supported = composer_of(name).needs in self._supports
+            rows = calibration.rows_of(name, packs, tokens) if is_supported else []
             is_measured |= bool(rows)
-            if rows and all(row.kept >= wanted.kept and row.low >= wanted.low for row in rows):
+            if rows and all(row.kept >= kept and row.low >= low for row in rows):
                 ratio, worst = statistics.mean(row.ratio for row in rows), min(rows, key=lambda row: row.low)
                 # Times over another number of packs cannot be compared; the nearest number comes first.
                 rank = max(row.packs for row in rows), ratio
                 if ratio < 1 and (best is None or rank < best[0]):
                     best = rank, name, worst
         if best is None:
-            found = f"no other keeps {wanted.kept:.0%} of the right answers" if is_measured else "nothing was measured"
+            found = f"no other keeps {kept:.0%} of the right answers" if is_measured else "nothing was measured"
             return ExactComposer(), f"{found} over {packs} packs of up to {tokens} tokens"
         (_, ratio), name, worst = best
         reason = (
@@ -261,31 +261,6 @@ class Calibrations:
             f"questions over {worst.packs} packs) at {ratio:.2f} of its time to first token"
         )
         return composer_of(name), reason
-
-    def warn(self, plan: Plan, composer: Composer, view: PackView | None) -> None:
-        """Log a warning for each composer in `plan`, other than exact, of which nothing shows that it does as well."""
-        calibration, place = self.of(view), str(None if view is None else view.source.blobs)
-        keys = {composer.key} if plan.prompt.unread else set()
-        keys |= {region.composer.key for region in plan.regions if region.composer and not region.composer.exact}
-        for key in keys:
-            if (place, key) in self.warned:
-                continue
-            self.warned.add((place, key))
-            rows = [row for row in calibration.rows if composer_of(row.composer).key == key] if calibration else []
-            if not rows:
-                logger.warning(
-                    "Answers with composer %r are not those of all packs, and nothing says how good they are on "
-                    "your data: measure with `kp calibrate`, or in Python with "
-                    "`kp_core.calibrate_composers(engine, questions, [%r], view=...)`.",
-                    *(key, key),
-                )
-            elif (worst := min(rows, key=lambda row: row.kept)).kept < AutoComposer().kept:
-                logger.warning(
-                    "Answers with composer %r are not those of all packs: of %d questions %d were answered right, and "
-                    "%d from the text of all. It does worst at %r, with %d packs: %d of %d right, %d from text.",
-                    *(key, *(sum(getattr(row, name) for row in rows) for name in ("questions", "right", "text_right"))),
-                    *(worst.kind, worst.packs, worst.right, worst.questions, worst.text_right),
-                )
 
     def _shipped(self) -> Calibration | None:
         found = (self._read(path.read_bytes(), str(path)) for path in sorted(SHIPPED.glob("*.json")))
@@ -299,6 +274,34 @@ class Calibrations:
             logger.warning("The calibration %s cannot be read (%s); `kp calibrate` makes a new one.", name, error)
             return None
         return calibration if calibration.model == self._model else None
+
+
+class MeasuredComposer(Composer):
+    """An approximate composer; what users are told of it is what was measured."""
+
+    def caution(self, host: Host) -> str:
+        """See `Composer.caution`: empty if it keeps enough of the text's right answers."""
+        calibration = calibrations_of(host).of(host.view)
+        rows = [row for row in calibration.rows if composer_of(row.composer).key == self.key] if calibration else []
+        if not rows:
+            return (
+                f"Answers with composer {self.key!r} are not those of all packs, and nothing says how good they are on "
+                "your data: measure with `kp calibrate`, or in Python with "
+                f"`kp_methods.calibrate_composers(engine, questions, [{self.key!r}], view=...)`."
+            )
+        if (worst := min(rows, key=lambda row: row.kept)).kept >= KEPT:
+            return ""
+        questions, right, text_right = (sum(getattr(row, name) for row in rows) for name in _COUNTS)
+        return (
+            f"Answers with composer {self.key!r} are not those of all packs: of {questions} questions {right} were "
+            f"answered right, and {text_right} from the text of all. It does worst at {worst.kind!r}, with "
+            f"{worst.packs} packs: {worst.right} of {worst.questions} right, {worst.text_right} from text."
+        )
+
+
+def calibrations_of(host: Host) -> Calibrations:
+    """What is known of composers with the model of `host`."""
+    return host.remembered(Calibrations, lambda: Calibrations(host.model.identity, host.engine.supports))
 
 
 def blob_key(what: str, model: str) -> str:
@@ -335,69 +338,77 @@ def calibrate_composers(  # noqa: PLR0913
     """
     wanted = enough_of(questions)
     random.Random(0).shuffle(wanted)  # noqa: S311 - so that a time limit cuts no kind off
-    resolved = {_named(name): composer_of(name) for name in composers}
+    calibrations, resolved = calibrations_of(session.host), {_named(name): composer_of(name) for name in composers}
     if not resolved or any(composer.exact for composer in resolved.values()):
         raise OptionError(f"Got the composers {list(composers)}; expected some that are measured, not exact or auto.")
-    session.calibrations.check_writable(view)  # Before minutes are spent.
+    calibrations.check_writable(view)  # Before minutes are spent.
     records: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     done = 0
     with tempfile.TemporaryDirectory() as folder, bar_of("Questions", len(wanted), "question", shown=progress) as bar:
         store = PackStore(folder)
         place = str(store.view("default").source.blobs)
         # No warning of what is being measured.
-        session.calibrations.warned |= {(place, composer.key) for composer in resolved.values()}
-        _measured(session, store, wanted[0], resolved, max_tokens)  # What happens once belongs to no composer.
+        session.host.cautioned.update((place, composer.key) for composer in resolved.values())
+        keeping = set(resolved)
+        _measured(session, store, wanted[0], resolved, keeping, max_tokens)  # What happens once belongs to no composer.
         began = time.monotonic()
         for question in wanted:
             if done >= FEWEST and time.monotonic() - began > minutes * 60:
                 break
-            record = _measured(session, store, question, resolved, max_tokens)
+            record = _measured(session, store, question, resolved, keeping, max_tokens)
             records[question.kind, len(question.passages)].append(record)
             done += 1
             bar.update()
         session.when_idle(lambda: None).result()
     session.clear_cache()
     calibration = Calibration(session.fingerprint.identity, tuple(_rows(records, resolved)))
-    session.calibrations.keep(calibration, view)
+    calibrations.keep(calibration, view)
     return calibration
 
 
 def _named(name: str) -> str:
-    """The name with all parameters; a packet's names its file."""
+    """The name with all parameters, unless these are a file, whose digest is in the key."""
     composer = composer_of(name)
-    return name if isinstance(composer, PacketComposer) else composer.key
+    with suppress(OptionError):
+        return composer.key if composer_of(composer.key) == composer else name
+    return name
 
 
-def _measured(
+def _measured(  # noqa: PLR0913
     session: Session,
     store: PackStore,
     question: CalibrationQuestion,
     composers: Mapping[str, Composer],
+    keeping: set[str],
     max_tokens: int,
 ) -> dict[str, Any]:
-    """Whether the text and each composer answer `question` right, and the seconds to their first tokens."""
+    """Whether the text and each composer answer `question` right, and the seconds to their first tokens.
+
+    Only those in `keeping` may keep KV; a composer without soft tokens is taken out of it.
+    """
     packs = list(session.build_packs(question.passages, progress=False))
     handles = [str(store.put(pack)) for pack in packs]
 
-    def ask(parts: Sequence[str], **options: Any) -> tuple[str, float]:  # noqa: ANN401
+    def ask(parts: Sequence[str], **options: Any) -> Generation:  # noqa: ANN401
         session.clear_cache()
         session.prefill("Hello.")  # As in a process that answered before: the template's beginning is in memory.
         prompt = "\n\n".join((*parts, f"{INSTRUCTION}\nQuestion: {question.question}"))
-        answer = session.generate(prompt, max_tokens=max_tokens, **options)
-        return answer.text, answer.usage.ttft_s
+        return session.generate(prompt, max_tokens=max_tokens, **options)
 
-    text, text_s = ask(question.passages, recognise=False)
-    expected = question.answer or text
+    text = ask(question.passages, recognise=False)
+    expected = question.answer or text.text
     record: dict[str, Any] = {
         "tokens": max(len(pack.token_ids) for pack in packs),
-        "text": contains(text, expected),
+        "text": contains(text.text, expected),
         "composers": {},
     }
     for name, composer in composers.items():
-        # Wrapped packs are compiled once and kept, as packs are.
-        keep = {} if isinstance(composer, PacketComposer) else {"keep": "never"}
-        said, seconds = ask(handles, composer=composer, view=store.view("default"), **keep)
-        record["composers"][name] = contains(said, expected), seconds / text_s
+        # Packs between soft tokens are compiled once and kept, as packs are.
+        keep = "used_twice" if name in keeping else "never"
+        answer = ask(handles, composer=composer, view=store.view("default"), keep=keep)
+        if not any(span.soft for span in answer.prompt.spans):
+            keeping.discard(name)
+        record["composers"][name] = contains(answer.text, expected), answer.usage.ttft_s / text.usage.ttft_s
     return record
 
 

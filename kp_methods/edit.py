@@ -14,18 +14,21 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Literal, TypeAlias, get_args
 
-from kp_core.compose import SpliceComposer
-from kp_core.errors import OptionError, PackError, UnsupportedRequestError
+from kp_core.banks.base import Fact
+from kp_core.banks.delivery import Delivery
+from kp_core.errors import FactError, OptionError, PackError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import OVERWRITTEN
 from kp_core.packs.pack import Correction, Edit, Edits, KnowledgePack, common_length, root_of
 from kp_core.packs.view import PackRef
-from kp_core.plan.plan import Plan, Region, plan_regions
+from kp_core.plan.composer import Region
+from kp_core.plan.plan import Plan, plan_regions
 from kp_core.plan.request import CompiledFor
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.session.session import Session
+from kp_methods.splice import SpliceComposer
 
-__all__ = ["How", "amend", "current_text", "edit", "overwrite", "rebuild", "replaced", "squash"]
+__all__ = ["How", "amend", "current_text", "edit", "edit_fact", "overwrite", "rebuild", "replaced", "squash"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,24 @@ def edit(  # noqa: PLR0913 - the arguments of the functions it calls
     if how == "rebuild":
         return rebuild(pack, replaced(current_text(pack), old, new), engine, compiled_for=compiled_for)
     return (amend if how == "amend" else overwrite)(pack, old, new, engine, compiled_for=compiled_for)
+
+
+def edit_fact(delivery: Delivery, fact_id: str, old: str, new: str, *, how: How = "amend") -> Fact:
+    """Correct a fact: replace the statement `old` by `new`, as `edit` does. Returns the corrected fact.
+
+    Searches return the handle of the edited pack from now on; that of the old text stays until `gc`. A unit of several
+    facts is compiled anew, only with `how="rebuild"`. Raises `FactError` for other ways there, and for an unknown fact;
+    `PackError` if the fact does not contain the statement exactly once, and if packs are lazy.
+    """
+    if delivery.unit == "fact":
+        place = delivery.compiled_for
+        return delivery.change(
+            fact_id, lambda pack, session: edit(pack, old, new, session, how=how, compiled_for=place)
+        )
+    if how != "rebuild":
+        raise FactError(f"Got how={how!r} for packs of whole {delivery.unit}s; these take how='rebuild'.")
+    fact = delivery.facts.get(fact_id, namespace=delivery.namespace)
+    return delivery.update(replace(fact, text=replaced(fact.text, old, new)))
 
 
 def amend(  # noqa: PLR0913 - the arguments of an edit

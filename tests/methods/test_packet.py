@@ -7,17 +7,18 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kp_core import Handle, PacketComposer, PackStore, SpliceComposer
-from kp_core.compose import composer_of
-from kp_core.compose.packet import SHIPPED
+from kp_core import Handle, PackStore
 from kp_core.errors import ContextOverflowError, FingerprintMismatchError, OptionError, WrapperError
 from kp_core.packs import blobs
 from kp_core.packs.entry import Entry
 from kp_core.packs.pack import common_length
+from kp_core.plan.composer import composer_of
 from kp_core.plan.request import Request
 from kp_core.steering import Steering
+from kp_methods import PacketComposer, SpliceComposer
+from kp_methods.packet.composer import SHIPPED
 from tests.conftest import tiny_engine, until
-from tests.core.compose.test_approximate import kv_of
+from tests.methods.test_approximate import kv_of
 
 TEXTS = ["The first island is green and flat.", "The second island is blue.", "The third one is as red as rust."]
 SOFT = 3
@@ -56,7 +57,7 @@ def test_a_wrapped_pack_is_what_the_model_computes_of_its_embeddings(isles):
     model, wrapper = engine.engine.model.network, options["composer"]
     assert len(prompt) == len(exact) + 2 * 2 * SOFT
     for span in prompt.spans[1:]:
-        ids = options["composer"].unwrapped(span.pack)
+        ids = span.soft.between(span.pack.token_ids)
         before = torch.tensor(span.pack.prefix)
         with torch.no_grad():
             embed = model.get_input_embeddings()
@@ -77,7 +78,7 @@ def test_all_of_a_packs_text_is_in_it_and_nothing_is_left_to_compute(isles):
     engine, _, options, question = isles
     found = engine.prefill(question, **options)
     rest = found.prompt.spans[1:]
-    text = engine.tokenizer.decode([at for span in rest for at in options["composer"].unwrapped(span.pack)])
+    text = engine.tokenizer.decode([at for span in rest for at in span.soft.between(span.pack.token_ids)])
     assert text == "\n\n".join(TEXTS[1:]) + "\n\n"
     assert rest[0].stop == rest[1].start
     assert found.usage.approximate_tokens == sum(map(len, rest))

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from kp_core import KnowledgePack, PackStore, Session, edit
+from kp_core import KnowledgePack, PackStore, Session
 from kp_core.errors import KnowledgePackError, PackError
 from kp_core.packs.pack import Edit, common_length
+from kp_methods import edit
 from tests.conftest import tiny_engine
 
 TEXT = "The mill of Veyl has four sails. It was built in 1802 by Orla Venn. It grinds barley and rye on Thursdays."

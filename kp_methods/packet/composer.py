@@ -5,7 +5,7 @@ A wrapper's file is safetensors with digest and fingerprint, written atomically.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -13,26 +13,26 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kp_core.compose.splice import SpliceComposer
 from kp_core.errors import FingerprintMismatchError, PackCorruptError, PackError, WrapperError
 from kp_core.packs.envelope import Envelope, mapping
 from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint
-from kp_core.packs.pack import KnowledgePack
-from kp_core.prompt.prompt import Prompt, Span
+from kp_core.plan.composer import Arrangement, Host
+from kp_core.prompt.conversation import Turn
+from kp_core.prompt.prompt import Prompt, SoftTokens, Span
+from kp_methods.calibration import MeasuredComposer
 
-__all__ = ["SHIPPED", "PacketComposer", "laid_out", "read_signed", "write_signed"]
+__all__ = ["SHIPPED", "PacketComposer", "read_signed", "write_signed"]
 
-SHIPPED = Path(__file__).parents[1] / "wrappers" / "smollm2-135m-instruct.safetensors"
+SHIPPED = Path(__file__).parent / "wrappers" / "smollm2-135m-instruct.safetensors"
 """The wrapper of the bundled model; its training record has the command that made it."""
 
 _ENVELOPE = Envelope("knowledge-pack-wrapper", "content", ("1",), covers_tensors=True)
 
 
 @dataclass(frozen=True, eq=False)
-class PacketComposer(SpliceComposer):
+class PacketComposer(MeasuredComposer):
     """Moves packs together with trained soft tokens around them, a wrapper (KV Packet, arXiv 2604.13226, section 3).
 
     `header` and `trailer` are input embeddings, `(soft tokens, hidden)`, in float32 on the CPU. They fit the model of
@@ -53,13 +53,7 @@ class PacketComposer(SpliceComposer):
     def __post_init__(self) -> None:
         object.__setattr__(self, "training", MappingProxyType(dict(self.training)))
         for name in ("header", "trailer"):
-            tensor = getattr(self, name).detach().to("cpu", torch.float32).contiguous()
-            if tensor.ndim != 2 or tensor.shape[1] != self.header.shape[-1] or not tensor.isfinite().all():
-                raise WrapperError(
-                    f"Got a {name} of shape {tuple(tensor.shape)}; expected finite numbers (soft tokens, hidden), "
-                    "as wide in the header as in the trailer."
-                )
-            object.__setattr__(self, name, tensor)
+            object.__setattr__(self, name, getattr(self.soft, name))
 
     @classmethod
     def load(cls, wrapper: str | Path = SHIPPED) -> PacketComposer:
@@ -69,14 +63,6 @@ class PacketComposer(SpliceComposer):
         another kind.
         """
         return cls._of(*read_signed(wrapper, _ENVELOPE))
-
-    @classmethod
-    def of(cls, data: bytes) -> PacketComposer:
-        """The inverse of `to_bytes`; raises `WrapperError`."""
-        try:
-            return cls._of(*_ENVELOPE.read(data))
-        except (PackError, ValueError, TypeError, AttributeError) as error:
-            raise WrapperError(f"Got what is no wrapper: {error}") from error
 
     @classmethod
     def _of(cls, content: dict[str, Any], tensors: dict[str, Tensor]) -> PacketComposer:
@@ -92,25 +78,23 @@ class PacketComposer(SpliceComposer):
         """Write the wrapper to `path` atomically, replacing an existing file; raises `WrapperError` if that fails."""
         return write_signed(path, _ENVELOPE, *self._content)
 
-    def to_bytes(self) -> bytes:
-        """The bytes of the file that `save` writes."""
-        return _ENVELOPE.write(*self._content)
-
     @property
     def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         content = {"fingerprint": self.fingerprint.to_dict(), "training": dict(self.training)}
         return content, {"header": self.header, "trailer": self.trailer}
 
     @cached_property
+    def soft(self) -> SoftTokens:
+        """What is laid around each pack."""
+        return SoftTokens(self.header, self.trailer)
+
+    @cached_property
     def id(self) -> str:
         """Digest of the soft tokens and of the model they fit."""
-        digest = blake2b(self.fingerprint.identity.encode(), digest_size=16)
-        for tensor in (self.header, self.trailer):
-            digest.update(f"{tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
-        return digest.hexdigest()
+        return blake2b(self.fingerprint.identity.encode() + self.soft.content, digest_size=16).hexdigest()
 
     @property
-    def key(self) -> str:  # type: ignore[override]
+    def key(self) -> str:
         """Method and digest of the wrapper."""
         return f"packet:{self.id}"
 
@@ -128,63 +112,57 @@ class PacketComposer(SpliceComposer):
             advice = "Train one with `kp packet train`, or use another composer."
             raise FingerprintMismatchError(f"The wrapper {self.id[:8]}", identity, "wrapper", advice)
 
-    def regions(self, prompt: Prompt) -> tuple[Span, ...]:
-        """All packs."""
-        return prompt.spans
+    def arrange(self, turns: Sequence[Turn], host: Host) -> Arrangement:
+        """See `Composer.arrange`; raises as `check`."""
+        self.check(host.model)
+        return super().arrange(turns, host)
 
-    def wrap(self, pack: KnowledgePack, token_ids: Sequence[int]) -> KnowledgePack:
-        """The pack with `token_ids` between its soft tokens, without KV.
+    def layout(self, prompt: Prompt, moved: Sequence[Span], host: Host) -> tuple[Prompt, Sequence[Span]]:
+        """`prompt` with all `moved` packs between soft tokens; later tokens stand at higher positions.
 
-        The first and last of `token_ids` are repeated as placeholder ids of the soft tokens.
+        Blanks behind a pack become part of it, so that no tokens between packs must be computed.
         """
-        before, behind = (token_ids[0],) * len(self.header), (token_ids[-1],) * len(self.trailer)
-        return replace(pack, token_ids=(*before, *token_ids, *behind), kv=None)
+        if not moved:
+            return prompt, ()
+        ends = zip(prompt.spans, host.template.ends(prompt), strict=True)
+        wrapped = {span.start: (end, self._wrapped(prompt, span, end)) for span, end in ends if span in moved}
 
-    def unwrapped(self, pack: KnowledgePack) -> tuple[int, ...]:
-        """The ids between the soft tokens of a wrapped pack."""
-        return pack.token_ids[len(self.header) : len(pack.token_ids) - len(self.trailer)]
+        def place(at: int) -> int:
+            """Where the token at `at` stands behind the soft tokens before it."""
+            return at + sum(len(self.header) + len(self.trailer) for end, _ in wrapped.values() if end <= at)
 
+        ids: list[int] = []
+        copied = 0
+        for start, (end, span) in wrapped.items():
+            ids += (*prompt.token_ids[copied:start], *span.pack.token_ids)
+            copied = end
+        first, spans, texts = min(wrapped), list[Span](), list[Span]()
+        # A message may begin at the start of a pack, never inside it.
+        inside = {at for start, (end, _) in wrapped.items() for at in range(start + 1, end)}
+        for span in prompt.spans:
+            end, laid = wrapped.get(span.start, (span.stop, span))
+            # Behind soft tokens nothing is stored for a text.
+            (texts if span.recognised and span.start > first else spans).append(
+                replace(laid, start=place(span.start), stop=place(end))
+            )
+        texts += [
+            replace(span, start=place(span.start), stop=place(span.stop))
+            for span in prompt.as_text
+            if span.start not in inside
+        ]
+        laid_out = replace(
+            prompt,
+            token_ids=(*ids, *prompt.token_ids[copied:]),
+            spans=tuple(spans),
+            breaks=tuple(place(at) for at in prompt.breaks if at not in inside),
+            as_text=tuple(texts),
+        )
+        return laid_out, [span for span in spans if span.soft]
 
-def laid_out(prompt: Prompt, wanted: Collection[Span], ends: Sequence[int], composer: PacketComposer) -> Prompt:
-    """`prompt` with the `wanted` spans wrapped in soft tokens; later tokens move to higher positions.
-
-    `ends` has the end of each span including the blank tokens behind it (`ChatTemplate.ends`). These become part of the
-    wrapped pack, so that no tokens between packs must be computed.
-    """
-    wrapped = {
-        span.start: (end, composer.wrap(span.pack, prompt.token_ids[span.start : end]))
-        for span, end in zip(prompt.spans, ends, strict=True)
-        if span in wanted
-    }
-
-    def moved(at: int) -> int:
-        """Where the token at `at` stands behind the soft tokens before it."""
-        return at + sum(len(pack.token_ids) - (end - start) for start, (end, pack) in wrapped.items() if end <= at)
-
-    ids: list[int] = []
-    copied = 0
-    for start, (end, pack) in wrapped.items():
-        ids += (*prompt.token_ids[copied:start], *pack.token_ids)
-        copied = end
-    spans = []
-    for span in prompt.spans:
-        end, pack = wrapped.get(span.start, (span.stop, span.pack))
-        reference = replace(span.reference, pack=pack)
-        spans.append(replace(span, start=moved(span.start), stop=moved(end), reference=reference))
-    # A message may begin at the start of a pack, never inside it.
-    inside = {at for start, (end, _) in wrapped.items() for at in range(start + 1, end)}
-    texts = [
-        replace(span, start=moved(span.start), stop=moved(span.stop))
-        for span in prompt.as_text
-        if span.start not in inside
-    ]
-    return replace(
-        prompt,
-        token_ids=(*ids, *prompt.token_ids[copied:]),
-        spans=tuple(spans),
-        breaks=tuple(moved(at) for at in prompt.breaks if at not in inside),
-        as_text=tuple(texts),
-    )
+    def _wrapped(self, prompt: Prompt, span: Span, end: int) -> Span:
+        """`span` up to `end` between soft tokens, with its start as in `prompt`; its pack has no KV."""
+        pack = replace(span.pack, token_ids=self.soft.around(prompt.token_ids[span.start : end]), kv=None)
+        return replace(span, reference=replace(span.reference, pack=pack), soft=self.soft)
 
 
 def write_signed(

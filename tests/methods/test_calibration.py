@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kp_core import AutoComposer, Calibration, CalibrationQuestion, PackStore, calibrate_composers
-from kp_core.compose import composer_of
-from kp_core.engines.arranging import Selector
-from kp_core.engines.calibration import CalibrationRow, Calibrations, contains
+from kp_core import PackStore
 from kp_core.errors import OptionError, PackError
 from kp_core.packs.blobs import FolderBlobs
+from kp_core.plan.composer import composer_of
+from kp_methods import AutoComposer, Calibration, CalibrationQuestion, calibrate_composers
+from kp_methods.calibration import CalibrationRow, Calibrations, calibrations_of, contains
+from kp_methods.select import Selector
 from tests.conftest import tiny_engine
 from tests.kits import NaiveComposer
 
@@ -26,7 +27,7 @@ def isles(tmp_path):
     """An engine that has said nothing, a view of its packs, and a question about all of them."""
     engine, store = tiny_engine(chunk_tokens=1024), PackStore(tmp_path)
     engine.clear_cache()
-    engine.calibrations.warned.clear()
+    engine.host.cautioned.clear()
     forget(engine)
     handles = [str(store.put(engine.build_pack(text, namespace="isles"))) for text in TEXTS]
     yield engine, store.view("isles"), "\n\n".join((*handles, "Which?"))
@@ -40,7 +41,7 @@ def forget(engine):
 
 def calibrated(engine, view, *rows):
     calibration = Calibration(engine.fingerprint.identity, rows)
-    engine.calibrations.keep(calibration, view)
+    calibrations_of(engine.host).keep(calibration, view)
     return calibration
 
 
@@ -65,7 +66,7 @@ def test_a_calibration_that_cannot_be_stored_in_the_end_is_used_and_returned(isl
     engine, _, _ = isles
     view = PackStore(Full(tmp_path)).view("isles")
     calibration = calibrated(engine, view, GOOD)
-    assert engine.calibrations.of(view) == calibration
+    assert calibrations_of(engine.host).of(view) == calibration
     assert "could not be stored" in caplog.text
 
 
@@ -164,12 +165,12 @@ def test_measuring_composers(isles, caplog, monkeypatch):
     assert Calibrations(engine.fingerprint.identity, ()).of(view) == calibration
     assert "select:packs=3" in calibration.table()
     caplog.set_level(logging.WARNING)
-    engine.calibrations.warned.clear()
+    engine.host.cautioned.clear()
     engine.prefill(asked, view=view, composer="splice")
     assert ("of 20 questions" in caplog.text) == ("It does worst at" in caplog.text) == (splice.kept < 0.95)
     for _ in range(2):
         engine.prefill(asked, view=view, composer=NaiveComposer())
-    assert caplog.text.count("nothing says how good they are") == 1
+    assert caplog.text.count("Answers with composer 'naive' are not those of all packs") == 1
 
 
 def test_too_little_to_measure_by(isles):
@@ -181,7 +182,7 @@ def test_too_little_to_measure_by(isles):
     for composers in ([], ["exact"], ["splice", "auto"], ["glue"]):
         with pytest.raises(OptionError, match="Got"):
             calibrate_composers(engine, QUESTIONS, composers, view=view, progress=False)
-    assert engine.calibrations.of(view) is None
+    assert calibrations_of(engine.host).of(view) is None
     for wrong in ("auto:kept=-1", "auto:kept=0.5,low=0.9", "auto:kept=nan", "auto:most=1"):
         with pytest.raises(OptionError):
             composer_of(wrong)

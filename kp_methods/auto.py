@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from kp_core.errors import OptionError
-from kp_core.plan.composer import ExactComposer
+from kp_core.plan.composer import Arrangement, Composer, Host
+from kp_core.prompt.conversation import Turn
+from kp_methods.calibration import KEPT, LOW, calibrations_of
+from kp_methods.select import arranged
 
 __all__ = ["AutoComposer"]
 
 
 @dataclass(frozen=True)
-class AutoComposer(ExactComposer):
+class AutoComposer(Composer):
     """The fastest composer that answers as well as the text, by the model's calibration; exact without one.
 
     `kept` is the least number of right answers, as a share of the text's; `low` the least lower end of its 95 %
-    interval. The planner puts the chosen composer in place of this one (`kp_core.engines.calibration`); where nothing
-    chooses, it composes exactly. Raises `OptionError` for shares that are not from 0 on, and for `low` above `kept`.
+    interval. Raises `OptionError` for shares that are not from 0 on, and for `low` above `kept`.
     """
 
-    kept: float = 0.95
-    low: float = 0.9
+    kept: float = KEPT
+    low: float = LOW
+
+    exact = True
 
     def __post_init__(self) -> None:
         for share in (self.kept, self.low):
@@ -30,6 +35,12 @@ class AutoComposer(ExactComposer):
             raise OptionError(f"Got low={self.low!r} above kept={self.kept!r}; expected the lower end below the share.")
 
     @property
-    def key(self) -> str:  # type: ignore[override]
+    def key(self) -> str:
         """Method and shares."""
         return f"auto:kept={self.kept:g},low={self.low:g}"
+
+    def arrange(self, turns: Sequence[Turn], host: Host) -> Arrangement:
+        """What the chosen composer makes of the turns, and why it was chosen."""
+        groups = [[len(pack.pack.token_ids) for pack in group.packs] for group in arranged(turns, {})[1]]
+        composer, reason = calibrations_of(host).choice(groups, host.view, self.kept, self.low)
+        return replace(composer.arrange(turns, host), choice=f"{composer.key}, because {reason}")
