@@ -1,9 +1,11 @@
+import ast
 import importlib
 import importlib.util
 import pkgutil
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from itertools import chain
 
 import pytest
@@ -43,6 +45,23 @@ def test_every_module_says_what_it_exports():
             continue
         assert len(set(exported)) == len(exported), about.name
         assert all(hasattr(module, name) for name in exported), about.name
+
+
+def test_no_module_imports_itself_through_others():
+    """Imports at the level of modules; those for type checkers and inside functions do not count."""
+    paths = {path.relative_to(ROOT): path for path in ROOT.glob("kp_*/**/*.py")}
+    modules = {".".join(name.with_suffix("").parts).removesuffix(".__init__"): path for name, path in paths.items()}
+    graph = {name: set() for name in modules}
+    for name, path in modules.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names} & modules.keys()
+            elif isinstance(node, ast.ImportFrom):
+                whole = {f"{node.module}.{alias.name}" for alias in node.names}
+                graph[name] |= (whole & modules.keys()) or ({node.module} & modules.keys())
+    assert len(graph) > 100
+    assert any(graph.values())
+    TopologicalSorter(graph).prepare()  # Raises `CycleError`, which names the modules.
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():
