@@ -17,7 +17,6 @@ _ROOT_PAGES = {
 }
 _LINK = re.compile(r"\[([^\[\]]*)\]\((\.\./)?([\w./-]+)((?:#[\w-]+)?)\)")
 _FIGURE = re.compile(r"!\[([^\]]*)\]\(figures/([\w-]+)\.svg\)")
-_MERMAID = re.compile(r"```mermaid\n.*?```", re.DOTALL)
 
 
 def on_config(config: Any) -> None:  # noqa: ANN401 - of MkDocs
@@ -37,7 +36,7 @@ def on_files(files: Files, config: Any) -> Files:  # noqa: ANN401
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:  # noqa: ANN401
-    """Have links lead to pages; of a file that is none, the path is said. The picture stands for diagrams in code.
+    """Have links lead to pages; of a file that is none, the path is said.
 
     A figure that was drawn for dark pages too is shown as the page is.
     """
@@ -49,7 +48,6 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:  # noqa: ANN40
         return f"![{said}](figures/{name}.svg#only-light)![{said}](figures/{name}-dark.svg#only-dark)"
 
     markdown = _FIGURE.sub(drawn, markdown)
-    markdown = _MERMAID.sub("![How text becomes a pack, and a pack an answer](figures/concepts.svg)", markdown)
     from_root = page.file.src_uri in _roots().values()
 
     def led(link: re.Match[str]) -> str:

@@ -65,6 +65,14 @@ def test_the_documentation_is_short():
     assert sum(len(text.split()) for text in pages) <= 19_000
 
 
+def test_the_way_of_a_request_is_ten_files():
+    """`docs/architecture.md` and the files that it lists can be read in one sitting."""
+    page = PAGES["docs/architecture.md"]
+    files = re.findall(r"^\d+\. `(kp_\S+\.py)`", page, re.MULTILINE)
+    assert len(set(files)) == 10
+    assert sum(text.count("\n") for text in [page, *((ROOT / file).read_text() for file in files)]) <= 4_500
+
+
 @pytest.mark.parametrize(("page", "code"), CODE, ids=[f"{name}-{number}" for number, (name, _) in enumerate(CODE)])
 def test_code_is_python(page, code):
     compile(code, page, "exec")
