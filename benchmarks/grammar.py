@@ -24,7 +24,7 @@ from rich.progress import track
 
 from benchmarks import common
 from kp_core import Session
-from kp_core.errors import SamplingError, ToolError
+from kp_core.errors import OptionError, PromptError
 
 __all__ = ["main", "random_schema", "run", "valid_answer"]
 
@@ -157,10 +157,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         try:
             try:
                 valid_answer(engine, schema, forced_call=number % 2 == 0, room=arguments.tokens)
-            except SamplingError:
+            except OptionError:
                 too_long += 1
                 valid_answer(engine, schema, forced_call=number % 2 == 0, room=8 * arguments.tokens)
-        except ToolError as error:
+        except PromptError as error:
             refused += 1
             if " at #" not in str(error):
                 failures.append({"schema": schema, "error": str(error)})

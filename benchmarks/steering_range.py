@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from benchmarks import common
 from kp_cli.steer import read_pairs
 from kp_core import KnowledgePack, Message, SentenceTransformerEmbedder, Session
-from kp_core.errors import SteeringError
+from kp_core.errors import OptionError
 from kp_core.progress import bar_of
 from kp_core.steering import Pair, Scope, Steering, load_steering, save_steering
 
@@ -166,14 +166,14 @@ def calibrate(  # noqa: PLR0913 - what is asked, at which strengths, and how it 
     under the unsteered model is at most 8 times that of the unsteered answers. The coherent range contains the alphas
     around 0, without a gap, whose share of coherent answers is at least 0.8 times that at alpha 0.
 
-    Raises `SteeringError` for no tasks, no alphas, and an alpha or a score that is not finite; otherwise as
+    Raises `OptionError` for no tasks, no alphas, and an alpha or a score that is not finite; otherwise as
     `engine.generate`.
     """
     if isinstance(tasks, str):
-        raise SteeringError(f"Got the tasks {tasks!r}; expected a list of them: [{tasks!r}].")
+        raise OptionError(f"Got the tasks {tasks!r}; expected a list of them: [{tasks!r}].")
     questions = [Task(task) if isinstance(task, str) else task for task in tasks]
     if not questions or not alphas or not all(math.isfinite(alpha) for alpha in alphas):
-        raise SteeringError(f"Got {len(questions)} tasks and the alphas {alphas!r}; expected tasks and finite numbers.")
+        raise OptionError(f"Got {len(questions)} tasks and the alphas {alphas!r}; expected tasks and finite numbers.")
     unwarned = replace(steering, coherent=(-math.inf, math.inf))
     answers: dict[float, list[tuple[Task, str, float]]] = {alpha: [] for alpha in sorted({0.0, *map(float, alphas)})}
     with bar_of("Calibrating", len(answers) * len(questions), "answer", shown=progress) as bar:
@@ -188,7 +188,7 @@ def calibrate(  # noqa: PLR0913 - what is asked, at which strengths, and how it 
     def effect(text: str) -> float:
         value = score(text)
         if not isinstance(value, Real) or not math.isfinite(value):
-            raise SteeringError(f"The score gave {value!r} for the answer {text[:40]!r}; expected a finite number.")
+            raise OptionError(f"The score gave {value!r} for the answer {text[:40]!r}; expected a finite number.")
         return float(value)
 
     rows = []
@@ -231,11 +231,11 @@ def repetition(text: str) -> float:
 def likeness(pairs: Sequence[Pair], embedder: Any) -> Callable[[str], float]:  # noqa: ANN401 - has `embed(texts)`
     """A score for `calibrate`: 1 for a text like the average positive side of `pairs`, -1 like the negative one.
 
-    `embedder` is one of `kp_core.banks.embed`. Of a conversation, only the last message counts. Raises `SteeringError`
+    `embedder` is one of `kp_core.banks.embed`. Of a conversation, only the last message counts. Raises `OptionError`
     for no pairs, and for pairs whose sides have the same mean embedding.
     """
     if not pairs:
-        raise SteeringError("Got no pairs; expected the pairs that the steering was made from.")
+        raise OptionError("Got no pairs; expected the pairs that the steering was made from.")
     positive, negative = (
         embedder.embed([side if isinstance(side, str) else str(side[-1]["content"]) for side in sides]).mean(axis=0)
         for sides in zip(*pairs, strict=True)
@@ -243,7 +243,7 @@ def likeness(pairs: Sequence[Pair], embedder: Any) -> Callable[[str], float]:  #
     half, middle = (positive - negative) / 2, (positive + negative) / 2
     length = float(half @ half)
     if not length:
-        raise SteeringError("Both sides of the pairs mean the same to the embedder; give a score of your own.")
+        raise OptionError("Both sides of the pairs mean the same to the embedder; give a score of your own.")
     return lambda text: float((embedder.embed([text])[0] - middle) @ half) / length
 
 

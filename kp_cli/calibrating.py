@@ -11,7 +11,7 @@ import typer
 from kp_cli.shared import JsonFlag, ModelOptions, Place, PlaceOptions, existing, spread, tell
 from kp_cli.sources.texts import read_json_lines
 from kp_core.banks.store import FactStore
-from kp_core.errors import OptionError, SourceError
+from kp_core.errors import FactError, OptionError
 from kp_core.packs.store import PackStore
 from kp_methods.calibration import (
     COMPOSERS,
@@ -68,7 +68,7 @@ def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
 def _questions(path: Path, facts: FactStore, k: int) -> list[CalibrationQuestion]:
     parsed = []
     for place, row in read_json_lines(path, 0):
-        if isinstance(row, SourceError):
+        if isinstance(row, FactError):
             raise OptionError(f"{path}, {place}: {row}; {_ROW}") from row
         values: dict[str, Any] = {"answer": "", "kind": "", **row}
         passages = values.get("passages")

@@ -37,7 +37,7 @@ from kp_cli.sources.texts import STDIN
 from kp_core.banks import ChromaFactStore, Fact, FactStore
 from kp_core.banks.compiling import compile_cost, find_compiled, provenance_of
 from kp_core.banks.delivery import KV, Delivery, Unit
-from kp_core.errors import FactError, PackError, SourceError
+from kp_core.errors import FactError, PackError
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
@@ -70,8 +70,8 @@ class SourceOptions:
     max_chars: Annotated[int, typer.Option(help="Cut longer paragraphs of texts and documents; in characters.")] = 2000
     encoding: Annotated[str | None, typer.Option(help="Encoding of text that is not UTF-8, e.g. cp1252.")] = None
 
-    def facts(self, files: Sequence[Path], skipped: list[SourceError]) -> Iterator[Fact]:
-        """The facts in `files`; skipped rows go to `skipped`. A missing file raises `SourceError` at once."""
+    def facts(self, files: Sequence[Path], skipped: list[FactError]) -> Iterator[Fact]:
+        """The facts in `files`; skipped rows go to `skipped`. A missing file raises `FactError` at once."""
         for file in files:
             if str(file) != STDIN:
                 existing(file)
@@ -121,7 +121,7 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     if (fact_id and len(texts) != 1) or (title and not texts):
         raise typer.BadParameter("--id goes with exactly one --fact, and --title with --fact.")
     new_facts = [Fact(text, title=title, id=fact_id, namespace=source.namespace or "default") for text in texts]
-    skipped: list[SourceError] = []
+    skipped: list[FactError] = []
     facts = itertools.chain(new_facts, source.facts(files or [], skipped))
     # A missing model must fail before hours of embedding.
     session = model.load() if compiled else None
@@ -232,7 +232,7 @@ def _ingest(
     collection: ChromaFactStore,
     facts: Iterable[Fact],
     files: Iterable[Path] | None,
-    skipped: list[SourceError],
+    skipped: list[FactError],
     **settings: Any,  # noqa: ANN401 - those of `FactStore.add`
 ) -> dict[str, Any]:
     """Add facts, with a progress bar that counts bytes of the files. Returns the result as JSON."""

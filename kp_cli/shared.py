@@ -26,7 +26,7 @@ from kp_core.banks.base import content_id
 from kp_core.banks.client import is_fact_store, is_url
 from kp_core.banks.embed import SentenceTransformerEmbedder
 from kp_core.bundled import check_reachable
-from kp_core.errors import FactError, KnowledgePackError, ModelError, SourceError
+from kp_core.errors import FactError, KnowledgePackError, ModelError
 from kp_core.packs.handle import Handle, check_namespace
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ ERRORS = (KnowledgePackError, ImportError, OSError, ValueError, RuntimeError, Me
 
 
 def checked_namespace(name: str | None) -> str | None:
-    """Check the namespace in an option, if given. Raises `HandleError` for an invalid name."""
+    """Check the namespace in an option, if given. Raises `PromptError` for an invalid name."""
     return None if name is None else check_namespace(name)
 
 
@@ -304,9 +304,9 @@ def siblings(path: Path) -> list[str]:
 
 
 def existing(path: Path, hint: str = "Check the path.") -> Path:
-    """`path`. Raises `SourceError` if nothing is there, with the nearest name beside it, else with `hint`."""
+    """`path`. Raises `FactError` if nothing is there, with the nearest name beside it, else with `hint`."""
     if not path.exists():
-        raise SourceError(f"There is no file {path}. {did_you_mean(str(path), siblings(path), hint)}")
+        raise FactError(f"There is no file {path}. {did_you_mean(str(path), siblings(path), hint)}")
     return path
 
 

@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.table import Table
 
 from kp_cli.shared import JsonFlag, ModelOptions, did_you_mean, existing, spread, table_of, tell
-from kp_core.errors import SteeringError
+from kp_core.errors import OptionError
 from kp_core.steering import (
     LayerRange,
     Method,
@@ -84,23 +84,23 @@ def show(file: _File, *, as_json: JsonFlag = False) -> None:
 def read_pairs(name: str) -> Sequence[Pair]:
     """The pairs of a preset, or of a JSON file: `[["positive", "negative"], ...]`, alone or under `pairs`.
 
-    Raises `SteeringError` for a name that is neither, and for a file of another form.
+    Raises `OptionError` for a name that is neither, and for a file of another form.
     """
     if name in preset_names():
         return preset(name)
     path, expected = Path(name), "expected [[positive, negative], ...]."
     if not name or not path.is_file():
         hint = did_you_mean(name, preset_names())
-        raise SteeringError(
+        raise OptionError(
             f"Got the pairs {name!r}; expected a JSON file, or one of {', '.join(preset_names())}. {hint}".rstrip()
         )
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise SteeringError(f"{path} is not JSON ({error}); {expected}") from error
+        raise OptionError(f"{path} is not JSON ({error}); {expected}") from error
     rows = rows.get("pairs") if isinstance(rows, dict) else rows
     if not isinstance(rows, list):
-        raise SteeringError(f"{path} holds no list of pairs; {expected}")
+        raise OptionError(f"{path} holds no list of pairs; {expected}")
     return [tuple(row) if isinstance(row, list) else row for row in rows]
 
 

@@ -1,12 +1,11 @@
 """Every exception this package raises on purpose.
 
     KnowledgePackError
-    ├── PromptError       TemplateError (ShortTextError), HandleError, ToolError, ContextOverflowError
-    ├── ModelError        UnsupportedModelError, ModelChangedError, MissingDependencyError
-    ├── PackError         FingerprintMismatchError, PackNotFoundError, PackCorruptError, QuotaError
-    ├── FactError         FactStoreLockedError, SourceError
-    └── OptionError, UnsupportedRequestError, SamplingError, SteeringError, WrapperError, CacheBudgetError, BusyError,
-        GenerationTimeoutError
+    ├── PromptError       ShortTextError, ContextOverflowError
+    ├── ModelError        MissingDependencyError
+    ├── PackError         PackNotFoundError, PackCorruptError
+    ├── FactError         FactStoreLockedError
+    └── OptionError, UnsupportedRequestError, CacheBudgetError, GenerationTimeoutError
 
 Each message says what was got, what was expected and what to do.
 """
@@ -14,35 +13,24 @@ Each message says what was got, what was expected and what to do.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NoReturn
 
 __all__ = [
-    "BusyError",
     "CacheBudgetError",
     "ContextOverflowError",
     "FactError",
     "FactStoreLockedError",
-    "FingerprintMismatchError",
     "GenerationTimeoutError",
-    "HandleError",
     "KnowledgePackError",
     "MissingDependencyError",
-    "ModelChangedError",
     "ModelError",
     "OptionError",
     "PackCorruptError",
     "PackError",
     "PackNotFoundError",
     "PromptError",
-    "QuotaError",
-    "SamplingError",
     "ShortTextError",
-    "SourceError",
-    "SteeringError",
-    "TemplateError",
-    "ToolError",
-    "UnsupportedModelError",
     "UnsupportedRequestError",
-    "WrapperError",
 ]
 
 _GONE: Mapping[str, str] = {
@@ -65,23 +53,11 @@ class KnowledgePackError(Exception):
 
 
 class PromptError(KnowledgePackError, ValueError):
-    """The conversation cannot become a prompt."""
+    """What cannot become a prompt: a conversation, a text, a tool, a schema, a name of a handle or namespace."""
 
 
-class TemplateError(PromptError):
-    """The chat template refused the conversation, or lacks what was asked for."""
-
-
-class ShortTextError(TemplateError):
+class ShortTextError(PromptError):
     """A text without a token that stays the same whatever surrounds it, so it cannot be a pack at its position."""
-
-
-class HandleError(PromptError):
-    """A string that is not a handle, or a name that is not a namespace."""
-
-
-class ToolError(PromptError):
-    """A tool, a tool choice or a JSON Schema that cannot be honoured."""
 
 
 class ContextOverflowError(PromptError):
@@ -100,15 +76,7 @@ class ContextOverflowError(PromptError):
 
 
 class ModelError(KnowledgePackError):
-    """A model that cannot be loaded or served."""
-
-
-class UnsupportedModelError(ModelError):
-    """The architecture does not cache keys and values, or latents, of every token."""
-
-
-class ModelChangedError(ModelError):
-    """Weights, modules or adapters of a model changed while an engine runs it."""
+    """A model that cannot be loaded or served, was changed meanwhile, or is too busy for background work."""
 
 
 class MissingDependencyError(ModelError, ImportError):
@@ -116,35 +84,7 @@ class MissingDependencyError(ModelError, ImportError):
 
 
 class PackError(KnowledgePackError):
-    """A pack, its file or its KV that cannot be used as asked."""
-
-
-class FingerprintMismatchError(PackError):
-    """A pack, steering or wrapper that another model made, or the same model in other numerics.
-
-    Attributes: `differences`, mapping each differing field to `(of the pack, of the model)`; `same_model`, whether only
-    numerics differ. For objects other than packs, `kind` is their name and `advice` says what to do.
-    """
-
-    def __init__(
-        self,
-        what: str,
-        differences: Mapping[str, tuple[str, str]],
-        kind: str = "pack",
-        advice: str | None = None,
-        *,
-        same_model: bool = False,
-    ) -> None:
-        self.differences, self.same_model = dict(differences), same_model
-        lines = "; ".join(
-            f"{name}: {kind} has {stored}, model has {model}" for name, (stored, model) in differences.items()
-        )
-        cause = "was made by this model with other numerics" if same_model else "was not made by this model"
-        advice = advice or (
-            "Its KV is not used. To go on, have it computed anew from its text with "
-            '`mismatch="rebuild"`, or build the pack again with `engine.build_pack(pack.text, ...)`.'
-        )
-        super().__init__(f"{what} {cause} ({lines}). {advice}")
+    """A pack, its file or its KV that cannot be used as asked, or was made by another model; a store without room."""
 
 
 class PackNotFoundError(PackError, LookupError):
@@ -155,44 +95,20 @@ class PackCorruptError(PackError):
     """A damaged file: of an entry, which is computed again from its text, or of a text."""
 
 
-class QuotaError(PackError):
-    """The store has no room for this pack, even after dropping all KV that may be dropped."""
-
-
 class FactError(KnowledgePackError, ValueError):
-    """An invalid fact, search, filter or task, or a fact store that is empty, not ours or fails."""
+    """An invalid fact, source, search, filter or task, or a fact store that is empty, not ours or fails."""
 
 
 class FactStoreLockedError(FactError):
     """Another process has the fact store open for writing."""
 
 
-class SourceError(FactError):
-    """A file of facts, or a row of one, that cannot be read; the message names file and line."""
-
-
-class OptionError(KnowledgePackError, TypeError):
-    """An option that does not exist."""
+class OptionError(KnowledgePackError, TypeError, ValueError):
+    """An option that does not exist, or has a value, a steering or a wrapper that cannot be used."""
 
 
 class UnsupportedRequestError(KnowledgePackError):
     """An engine does not support the request; the message says which one does."""
-
-
-class SamplingError(KnowledgePackError, ValueError):
-    """A generation option out of range."""
-
-
-class SteeringError(KnowledgePackError, ValueError):
-    """Contrastive pairs without a difference, a steering that fits nowhere in a prompt, or a strength out of range."""
-
-
-class WrapperError(KnowledgePackError, ValueError):
-    """Soft tokens around packs, their training or their file, that cannot be used."""
-
-
-class BusyError(KnowledgePackError):
-    """The engine's queue of background work is full."""
 
 
 class CacheBudgetError(KnowledgePackError, MemoryError):
@@ -201,6 +117,22 @@ class CacheBudgetError(KnowledgePackError, MemoryError):
 
 class GenerationTimeoutError(KnowledgePackError, TimeoutError):
     """An answer took longer than `timeout` seconds; its memory was released."""
+
+
+_FOLDED = {
+    **dict.fromkeys(("HandleError", "TemplateError", "ToolError"), "PromptError"),
+    **dict.fromkeys(("BusyError", "ModelChangedError", "UnsupportedModelError"), "ModelError"),
+    **dict.fromkeys(("FingerprintMismatchError", "QuotaError"), "PackError"),
+    **dict.fromkeys(("SamplingError", "SteeringError", "WrapperError"), "OptionError"),
+    "SourceError": "FactError",
+}
+"""Errors of earlier releases, and the one that is raised instead."""
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in _FOLDED:
+        raise ImportError(f"`kp_core.errors.{name}` is gone in 0.3; catch {_FOLDED[name]}.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def gone(name: str, value: object = None) -> str:

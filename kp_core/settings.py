@@ -21,7 +21,7 @@ from pydantic import (
 
 from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.shared import session_of, shared_engine
-from kp_core.errors import PackError, ToolError
+from kp_core.errors import PackError, PromptError
 from kp_core.packs.store import open_packs
 from kp_core.packs.view import TRUSTED_ROLES, Packs, PackView
 from kp_core.plan.request import ABOUT, OF_THE_CORE, OPTIONS, PER_CALL, Request, checked_options
@@ -206,7 +206,7 @@ def core_role(name: str) -> str:
 def core_choice(choice: object) -> str:
     """Return the core's name of a tool choice in the form of a framework or of OpenAI.
 
-    `"required"` and `True` are `"any"`; a mapping names the function. Raises `ToolError` if it names none.
+    `"required"` and `True` are `"any"`; a mapping names the function. Raises `PromptError` if it names none.
     """
     if isinstance(choice, bool) or choice == "required":
         return "any" if choice else "none"
@@ -214,6 +214,6 @@ def core_choice(choice: object) -> str:
         function = choice.get("function", choice)
         tool_name = function.get("name", choice.get("type")) if isinstance(function, Mapping) else None
         if tool_name in (None, "function"):
-            raise ToolError(f"Got tool_choice={choice!r}; expected 'auto', 'any', 'none' or the name of a tool.")
+            raise PromptError(f"Got tool_choice={choice!r}; expected 'auto', 'any', 'none' or the name of a tool.")
         choice = tool_name
     return "auto" if choice is None else str(choice)

@@ -26,7 +26,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel
 
 from kp_core import Composer, find_handles, strip_handles
-from kp_core.errors import TemplateError, ToolError
+from kp_core.errors import PromptError
 from kp_core.prompt.conversation import text_of
 from kp_core.settings import MODEL_OPTIONS, ModelSettings, core_choice, core_role
 from kp_core.tools import AnswerShape
@@ -44,7 +44,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
 
     Its settings, and the errors it raises for them, are those of `kp_core.settings.ModelSettings`; packs of a call
     follow those of the field. A grammar holds calls and structured output to their schema, so they always parse; a
-    schema that it cannot express raises `ToolError`.
+    schema that it cannot express raises `PromptError`.
 
     `usage_metadata.input_tokens` leaves out tokens that packs delivered, so a summariser that watches it does not react
     to knowledge. `input_token_details.cache_read` counts sent tokens that were certainly reused.
@@ -114,7 +114,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         core_messages = to_messages(messages)
         try:
             prompt = render(core_messages, view=self._view(), shape=shape)
-        except TemplateError:  # `trim_messages` also counts parts of conversations, which some templates refuse.
+        except PromptError:  # `trim_messages` also counts parts of conversations, which some templates refuse.
             calls = [json.dumps(message["tool_calls"]) for message in core_messages if "tool_calls" in message]
             texts = [strip_handles(text_of(message)) for message in core_messages]
             return sum(len(self.get_token_ids(text)) for text in (*texts, *calls))
@@ -144,7 +144,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         """The model with `tools` on offer.
 
         `tool_choice` is `"auto"` (default), `"any"`, `"required"` or `True` (a tool must be called), `"none"`, or the
-        name of a tool; raises `ToolError` for others. `parallel_tool_calls` is by default only on with `"auto"`.
+        name of a tool; raises `PromptError` for others. `parallel_tool_calls` is by default only on with `"auto"`.
         """
         offered = [_offer(tool) for tool in tools]
         choice = core_choice(tool_choice)
@@ -167,8 +167,8 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         """The model with answers of `schema`: a Pydantic class, a TypedDict, a JSON Schema or an OpenAI function.
 
         `function_calling` gives the arguments of a call, `json_schema` and `json_mode` the text. Schemas are always
-        enforced, whatever `strict`. `include_raw` returns `{"raw", "parsed", "parsing_error"}`. Raises `ToolError` for
-        other methods.
+        enforced, whatever `strict`. `include_raw` returns `{"raw", "parsed", "parsing_error"}`. Raises `PromptError`
+        for other methods.
         """
         tool = _offer(schema)
         name, model_class = tool["function"]["name"], cast("type[BaseModel]", schema)
@@ -184,7 +184,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
             parser = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
             parser = PydanticToolsParser(tools=[model_class], first_tool_only=True) if is_model else parser
         else:
-            raise ToolError(f"Got method={method!r}; expected 'json_schema', 'function_calling' or 'json_mode'.")
+            raise PromptError(f"Got method={method!r}; expected 'json_schema', 'function_calling' or 'json_mode'.")
         if not include_raw:
             return model | parser
         parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
@@ -260,7 +260,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
 def response_schema(response_format: Any) -> Mapping[str, Any] | bool:
     """The JSON Schema in a `response_format`: OpenAI's mapping, a Pydantic class, a TypedDict or a plain JSON Schema.
 
-    `True` is any JSON object. Raises `ToolError` for anything else.
+    `True` is any JSON object. Raises `PromptError` for anything else.
     """
     if isinstance(response_format, Mapping):
         kind = response_format.get("type")
@@ -275,7 +275,7 @@ def response_schema(response_format: Any) -> Mapping[str, Any] | bool:
         schema = {key: value for key, value in convert_to_json_schema(response_format).items() if key != "strict"}
         return {**schema, **_recursive(response_format)}
     except (TypeError, ValueError) as error:
-        raise ToolError(
+        raise PromptError(
             f"Got response_format={response_format!r}; expected a Pydantic class, a TypedDict, a JSON Schema with a "
             "'title', or OpenAI's {'type': 'json_schema', 'json_schema': {'schema': ...}}."
         ) from error

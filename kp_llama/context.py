@@ -20,7 +20,7 @@ import torch
 
 from kp_core.bundled import needing
 from kp_core.engines.local.buffer import memory_bytes
-from kp_core.errors import CacheBudgetError, MissingDependencyError, ModelError, UnsupportedModelError
+from kp_core.errors import CacheBudgetError, MissingDependencyError, ModelError
 from kp_llama.state import BUILDS, TYPES
 
 __all__ = ["MOST_SEQUENCES", "Context", "Tokens"]
@@ -89,7 +89,7 @@ class Context:
             "an encoder": lib.llama_model_has_encoder(self.model),
         }
         if kind := next((name for name, has in kinds.items() if has), None):
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"{path.name} has {kind}, whose state llama.cpp gives only as a whole, so that no pack can be cut out "
                 "of it. With engine='hf', transformers runs it."
             )

@@ -15,7 +15,7 @@ from kp_core.bundled import BUNDLED_MODEL, BUNDLED_VERSION, installed_file
 from kp_core.engines.hf.identity import converted_tokenizer, digest_files, stamp_files, tokenizer_identity
 from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
 from kp_core.engines.local.engine import LocalEngine
-from kp_core.errors import ModelChangedError, ModelError, OptionError
+from kp_core.errors import ModelError, OptionError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
 from kp_core.session.session import Session
@@ -48,8 +48,8 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     the model go to a GPU, if llama.cpp was built for one, by default all. `tokenizer` is by default that of the file.
 
     Raises `OptionError` for sizes that are too small, `MissingDependencyError` without llama-cpp-python, `ModelError`
-    for a file that cannot be loaded and for a tokenizer with other ids, `UnsupportedModelError` for a model whose state
-    cannot be cut, and `TemplateError` without a chat template.
+    for a file that cannot be loaded and for a tokenizer with other ids, `ModelError` for a model whose state
+    cannot be cut, and `PromptError` without a chat template.
     """
     for name, value in {"cells": cells, "chunk_tokens": chunk_tokens}.items():
         if not isinstance(value, int) or not _LEAST <= value < 1 << 31:
@@ -87,7 +87,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     @cache
     def identity() -> ModelFingerprint:
         if stamp_files(path) != stamp:
-            raise ModelChangedError(f"The file {str(path)!r} changed after it was loaded. Make a new engine.")
+            raise ModelError(f"The file {str(path)!r} changed after it was loaded. Make a new engine.")
         kind = context.metadata("general.architecture")
         return ModelFingerprint(
             weights=digest_files(path),

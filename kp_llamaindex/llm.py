@@ -36,7 +36,7 @@ from llama_index.core.tools import BaseTool
 from llama_index.core.types import PydanticProgramMode
 
 from kp_core import find_handles, strip_handles
-from kp_core.errors import SamplingError
+from kp_core.errors import OptionError
 from kp_core.plan.request import OPTIONS
 from kp_core.settings import GIVEN, ModelSettings
 from kp_llamaindex.messages import MEMORY, PartialAnswer, to_completion, to_messages, to_response
@@ -102,7 +102,7 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
         if budget is None:
             budget = 0 if self.store is None else positions // 2
         if budget >= positions:
-            raise SamplingError(f"Got pack_budget={budget}; expected less than the model's {positions} positions.")
+            raise OptionError(f"Got pack_budget={budget}; expected less than the model's {positions} positions.")
         window = positions - budget
         return LLMMetadata(
             context_window=window,

@@ -137,7 +137,7 @@ def rebuild(
 
     The tokens before the change are not computed again. `compiled_for` is needed if the pack was compiled for messages
     of your own. Raises `PackError` for a pack that is lazy, steered or compiled for an unknown place;
-    `FingerprintMismatchError` for a pack of another model.
+    `PackError` for a pack of another model.
     """
     token_ids = _tokenised(pack, text, engine, compiled_for)
     history = (*pack.history, Edit("rebuild", *_difference(pack.text, text)))

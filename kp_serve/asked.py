@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from kp_core.errors import PromptError, SteeringError
+from kp_core.errors import OptionError, PromptError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
 from kp_core.plan.plan import Plan
@@ -81,7 +81,7 @@ def soft_of(text: object) -> SoftTokens:
 
 
 def steered(field: object, token_ids: object, model: ModelFingerprint) -> tuple[list[Region], Placed]:
-    """Read the steered blocks, and the packs in the prompt. Raises `PromptError` and `SteeringError`."""
+    """Read the steered blocks, and the packs in the prompt. Raises `PromptError` and `OptionError`."""
     ids, fields = _checked(field, token_ids, {"blocks", "steerings", "packs"})
     with _refused():
         blocks, packs = blocks_of(fields), _packs(fields)
@@ -95,7 +95,7 @@ def steered(field: object, token_ids: object, model: ModelFingerprint) -> tuple[
     places = [(block.start, block.stop) for block in blocks]
     _check_places("steered blocks", places, ids, _MOST_BLOCKS, is_inside=is_inside)
     if any(steering.keys and len(part) > 1 for part, steering in parts):
-        raise SteeringError("Got key deltas for more than one position; one delta fits one position.")
+        raise OptionError("Got key deltas for more than one position; one delta fits one position.")
     return blocks, packs
 
 
@@ -123,7 +123,7 @@ def blocks_as_json(blocks: Iterable[Region]) -> dict[str, Any]:
 
 
 def blocks_of(fields: Mapping[str, Any]) -> list[Region]:
-    """Read the output of `blocks_as_json`. Other input raises `SteeringError`, or `KeyError` and the like."""
+    """Read the output of `blocks_as_json`. Other input raises `OptionError`, or `KeyError` and the like."""
     steerings = {name: _steering(data) for name, data in fields["steerings"].items()}
     blocks = []
     for start, stop, parts in fields["blocks"]:

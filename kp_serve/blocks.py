@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from kp_core.errors import PackError, UnsupportedModelError
+from kp_core.errors import ModelError, PackError
 from kp_core.kv import KVTensors
 
 __all__ = ["PagedKV", "layer_names"]
@@ -27,7 +27,7 @@ class PagedKV:
     On the CPU, vLLM's kernels store a block in a layout of their own. Writing uses the platform's kernel. Reading
     applies the inverse permutation, which is found by packing a block of known numbers.
 
-    Raises `UnsupportedModelError` for caches of another form (latent or quantised ones).
+    Raises `ModelError` for caches of another form (latent or quantised ones).
     """
 
     layers: tuple[Tensor, ...]
@@ -41,7 +41,7 @@ class PagedKV:
         for name in numbered:
             cache = caches[name]
             if cache.ndim != 4 or cache.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise UnsupportedModelError(
+                raise ModelError(
                     f"The KV cache of {name} has shape {tuple(cache.shape)} and dtype {cache.dtype}; expected (blocks, "
                     "kv_heads, block_size, 2 * head_dim) in float32, bfloat16 or float16. Serve it without --store."
                 )
@@ -91,7 +91,7 @@ class PagedKV:
     def _order(self) -> Tensor:
         """The permutation of a packed block: `packed[order]` is the block as it was written.
 
-        Raises `UnsupportedModelError` if packing changes the numbers themselves.
+        Raises `ModelError` if packing changes the numbers themselves.
         """
         cache = self.layers[0]
         count = cache[0].numel()
@@ -105,7 +105,7 @@ class PagedKV:
             power *= base
         order = torch.argsort(offsets)
         if not torch.equal(offsets[order], torch.arange(count)):
-            raise UnsupportedModelError(
+            raise ModelError(
                 "vLLM's attention on this machine does not keep keys and values as they are, so they cannot be read."
             )
         return order

@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from kp_core.errors import KnowledgePackError, ModelError, UnsupportedModelError
+from kp_core.errors import KnowledgePackError, ModelError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.store import PackStore
 from kp_core.rope import Rope
@@ -145,7 +145,7 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
     """Loads the longest stored pack that a prompt begins with, and stores computed KV of packs that have none stored.
 
     vLLM makes one in its scheduler and one in each worker. At the start, raises `ModelError` if dtype, cache dtype or
-    failure policy differ from the configured ones, and `UnsupportedModelError` for caches that packs do not fit. If KV
+    failure policy differ from the configured ones, and `ModelError` for caches that packs do not fit. If KV
     cannot be read, its request fails (`kv_load_failure_policy="fail"`); the entry is then deleted, and the next
     request computes it.
     """
@@ -319,7 +319,7 @@ def _check(config: VllmConfig, kv_cache_config: Any, model: ModelFingerprint) ->
     }
     faults = "; ".join(name for name, holds in checks.items() if holds)
     if len(groups) != 1:
-        raise UnsupportedModelError(f"{config.model_config.model} cannot use packs: {faults}.")
+        raise ModelError(f"{config.model_config.model} cannot use packs: {faults}.")
     if faults:
         raise ModelError(
             f"{config.model_config.model} cannot use packs as it was started: {faults}. "

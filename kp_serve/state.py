@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kp_core.banks import FactStore
-from kp_core.errors import HandleError, PackNotFoundError
+from kp_core.errors import PackNotFoundError, PromptError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey
@@ -242,7 +242,7 @@ class ServerState:
 
     def handle(self, name: str, access: Access) -> Handle:
         """Parse a handle that exists and that the key may read. All other names raise the same `HTTPError` 404."""
-        with suppress(HandleError):
+        with suppress(PromptError):
             handle = Handle.parse(name)
             if handle.namespace in access.namespaces and handle in self.store:
                 return handle

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import kp_core
 from benchmarks.steering_range import calibrate, likeness
-from kp_core.errors import SteeringError
+from kp_core.errors import OptionError
 from kp_core.steering import load_steering, preset, save_steering
 
 FACTS = (
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     for wrong in ({"scope": "pack"}, {"steering": (formal, float("nan"))}):
         try:
             engine.generate(QUESTION, **({"steering": formal} | wrong))
-        except SteeringError as error:
+        except OptionError as error:
             print(error)
 
 

@@ -12,7 +12,7 @@ from kp_cli.sources import read_facts
 from kp_core.banks import Fact, Hit, MemoryFactStore
 from kp_core.banks.delivery import Delivery
 from kp_core.banks.embed import Embedder
-from kp_core.errors import FactError, SourceError
+from kp_core.errors import FactError
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
 from kp_core.packs.store import PackStore
@@ -65,7 +65,7 @@ class World:
     def paste(self, text: str) -> Iterator[Document]:
         """Add a text that was typed or pasted, as `add` does."""
         if not text.strip():
-            raise SourceError("Got nothing; expected some text, or a file.")
+            raise FactError("Got nothing; expected some text, or a file.")
         words = re.sub(r"[^\w ]+", " ", text[:200]).split()
         file = self.folder / f"{' '.join(words)[:40].strip() or 'pasted'}.md"
         file.write_text(text, encoding="utf-8", errors="replace")
@@ -77,7 +77,7 @@ class World:
     def add(self, files: Iterable[Path]) -> Iterator[Document]:
         """Compile the packs of `files`, one after the other. A file replaces an earlier one of the same name.
 
-        Nothing is added unless all files can be read. Raises `SourceError` for a file that holds no text or is of an
+        Nothing is added unless all files can be read. Raises `FactError` for a file that holds no text or is of an
         unknown type, and for more than 200,000 characters.
         """
         facts_by_name, size, title = dict[str, list[Fact]](), 0, ""
@@ -89,12 +89,12 @@ class World:
                 size += len(fact.text) + len(fact.title) * (fact.title != title)
                 title = fact.title
                 if size > MOST_CHARACTERS:  # Stop reading: the file may go on without limit.
-                    raise SourceError(
+                    raise FactError(
                         f"Got too many characters; the playground takes {MOST_CHARACTERS:,} at once. "
                         "`kp build` makes a collection of any size."
                     )
             if not facts_by_name[name]:
-                raise SourceError(f"{file.name}: holds no text; expected at least a sentence.")
+                raise FactError(f"{file.name}: holds no text; expected at least a sentence.")
         for source, facts in facts_by_name.items():
             yield from self._compile(source, list(self._parts(facts)))
 
@@ -137,7 +137,7 @@ class World:
             self._delivery.facts.add(facts, overwrite=True)
             [found] = self._delivery.deliver([Hit(facts[0], 1.0)])
             if found.handle is None:
-                raise SourceError(f"{name}: holds too little text for a pack; expected at least a sentence.")
+                raise FactError(f"{name}: holds too little text for a pack; expected at least a sentence.")
             if self.address:  # A server compiles on first use.
                 self.session.generate(str(found.handle), view=self._view, max_tokens=1)
             pack = self.store.peek(found.handle, PackKey(self.session.fingerprint))
@@ -149,9 +149,9 @@ class World:
     def _read(self, file: Path) -> Iterator[Fact]:
         try:
             yield from read_facts(file, max_chars=_PARAGRAPH)
-        except SourceError as error:
+        except FactError as error:
             # Do not show where an upload lies on this machine.
-            raise SourceError(str(error).replace(str(file), file.name)) from error
+            raise FactError(str(error).replace(str(file), file.name)) from error
 
     def _parts(self, facts: Iterable[Fact]) -> Iterator[list[Fact]]:
         """Divide the paragraphs of a file into parts that fit one pack; titles become text."""

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 from kp_cli.sources.converted import read_converted
 from kp_cli.sources.texts import STDIN, Draft, read_csv, read_json_lines, read_markdown, read_text
 from kp_core.banks.base import Fact
-from kp_core.errors import KnowledgePackError, SourceError
+from kp_core.errors import FactError, KnowledgePackError
 
 __all__ = ["FORMATS", "OnError", "read_facts"]
 
@@ -33,7 +33,7 @@ def read_facts(  # noqa: PLR0913 - every setting has a default that works
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     *,
     on_error: OnError = "raise",
-    skipped: Callable[[SourceError], None] | None = None,
+    skipped: Callable[[FactError], None] | None = None,
     max_chars: int = 2000,
     namespace: str | None = None,
     encoding: str | None = None,
@@ -57,22 +57,22 @@ def read_facts(  # noqa: PLR0913 - every setting has a default that works
     and in its subfolders are read, except names that begin with a dot. `namespace` applies to facts that do not name
     one. `encoding` is the text encoding; the default is UTF-8, or what an HTML page declares.
 
-    Raises `SourceError`, naming file and line or page, for anything unreadable; `on_error="skip"` logs it, passes it to
+    Raises `FactError`, naming file and line or page, for anything unreadable; `on_error="skip"` logs it, passes it to
     `skipped`, and goes on.
     """
     if on_error not in {"raise", "skip"}:
-        raise SourceError(f"Got on_error={on_error!r}; expected 'raise' or 'skip'.")
+        raise FactError(f"Got on_error={on_error!r}; expected 'raise' or 'skip'.")
     if max_chars < 1:
-        raise SourceError(f"Got max_chars={max_chars}; expected at least 1.")
+        raise FactError(f"Got max_chars={max_chars}; expected at least 1.")
     try:
         "".encode(encoding or "utf-8")
     except LookupError as error:
-        raise SourceError(f"Got encoding={encoding!r}; expected one of text, e.g. 'utf-8' or 'cp1252'.") from error
+        raise FactError(f"Got encoding={encoding!r}; expected one of text, e.g. 'utf-8' or 'cp1252'.") from error
     return _kept(_from_files(paths, max_chars, namespace, encoding), on_error, skipped)
 
 
 def _kept(
-    found: Iterator[Fact | SourceError], on_error: OnError, skipped: Callable[[SourceError], None] | None
+    found: Iterator[Fact | FactError], on_error: OnError, skipped: Callable[[FactError], None] | None
 ) -> Iterator[Fact]:
     for fact in found:
         if isinstance(fact, Fact):
@@ -90,22 +90,22 @@ def _from_files(
     max_chars: int,
     namespace: str | None,
     encoding: str | None,
-) -> Iterator[Fact | SourceError]:
+) -> Iterator[Fact | FactError]:
     for path in _files([paths] if isinstance(paths, str | os.PathLike) else paths):
         is_stdin, suffix = str(path) == STDIN, path.suffix.lower()
         if not is_stdin and not path.exists():
-            yield SourceError(f"There is no file {path}. Check the path.")
+            yield FactError(f"There is no file {path}. Check the path.")
         elif not is_stdin and suffix not in FORMATS:
             kinds = ", ".join(FORMATS)
-            yield SourceError(f"{path}: got a file of type {path.suffix or 'unknown'!r}; expected one of {kinds}.")
+            yield FactError(f"{path}: got a file of type {path.suffix or 'unknown'!r}; expected one of {kinds}.")
         elif not is_stdin and not path.is_file():
-            yield SourceError(f"{path}: got a pipe or device; expected a file. Write to a file first, or use -.")
+            yield FactError(f"{path}: got a pipe or device; expected a file. Write to a file first, or use -.")
         else:
             reader = _of_stdin() if is_stdin else FORMATS[suffix]
             try:
                 yield from _facts(str(path), reader(path, max_chars, encoding), namespace)
             except OSError as error:
-                yield SourceError(f"{path}: cannot be read ({error.strerror or error}).")
+                yield FactError(f"{path}: cannot be read ({error.strerror or error}).")
 
 
 def _of_stdin() -> _Reader:
@@ -113,14 +113,14 @@ def _of_stdin() -> _Reader:
     return read_json_lines if begins.lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n").startswith(b"{") else read_text
 
 
-def _facts(source: str, drafts: Iterator[Draft], namespace: str | None) -> Iterator[Fact | SourceError]:
+def _facts(source: str, drafts: Iterator[Draft], namespace: str | None) -> Iterator[Fact | FactError]:
     for place, draft in drafts:
         try:
-            if isinstance(draft, SourceError):
+            if isinstance(draft, FactError):
                 raise draft
             yield _fact(source, draft, namespace)
         except KnowledgePackError as error:
-            yield SourceError(f"{source}, {place}: {error}")
+            yield FactError(f"{source}, {place}: {error}")
 
 
 def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
@@ -135,10 +135,10 @@ def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
 def _fact(source: str, row: Mapping[str, Any], namespace: str | None) -> Fact:
     fields = {name: row[name] for name in _OWN if row.get(name) is not None and row[name] != ""}
     if "text" not in fields:
-        raise SourceError(f"got the fields {sorted(row)}, and no `text` among them that holds any")
+        raise FactError(f"got the fields {sorted(row)}, and no `text` among them that holds any")
     metadata = row.get("metadata") or {}
     if not isinstance(metadata, Mapping):
-        raise SourceError(f"got {metadata!r} as `metadata`; expected an object")
+        raise FactError(f"got {metadata!r} as `metadata`; expected an object")
     # `Fact` checks these values itself.
     extra = {name: value for name, value in row.items() if name not in {*_OWN, "metadata"} and value is not None}
     fields.setdefault("source", source)

@@ -14,7 +14,7 @@ from typing import Any
 
 from kp_cli.sources.texts import Draft, markdown_drafts
 from kp_core.bundled import needing
-from kp_core.errors import SourceError
+from kp_core.errors import FactError
 
 __all__ = ["read_converted"]
 
@@ -57,7 +57,7 @@ def read_converted(path: Path, max_chars: int, encoding: str | None = None) -> I
         is_empty = False
         yield draft
     if is_empty:
-        yield "line 1", SourceError("holds no text")
+        yield "line 1", FactError("holds no text")
 
 
 def _document(path: Path, kind: str, convert: _Convert, max_chars: int) -> Iterator[Draft]:
@@ -71,11 +71,11 @@ def _document(path: Path, kind: str, convert: _Convert, max_chars: int) -> Itera
             _check_size(data)
         converted = convert(data)
     except Exception as error:  # noqa: BLE001 - of a damaged file the libraries raise whatever their codecs do
-        yield "line 1", SourceError(f"is not {path.suffix.lower()}, or damaged ({error or type(error).__name__})")
+        yield "line 1", FactError(f"is not {path.suffix.lower()}, or damaged ({error or type(error).__name__})")
         return
     text = converted.markdown
     if "\0" in text:
-        yield "line 1", SourceError("is not text in any known encoding")
+        yield "line 1", FactError("is not text in any known encoding")
         return
     if kind == "Xlsx":
         text = _EMPTY_CELL.sub("  ", _EMPTY_CELL.sub("  ", text))
@@ -100,26 +100,26 @@ def _pages(path: Path, convert: _Convert, max_chars: int) -> Iterator[Draft]:
     except Exception as error:  # noqa: BLE001 - as above
         locked = "password" in str(error)
         reason = "is locked by a password; save it without one" if locked else f"is not PDF, or damaged ({error})"
-        yield "page 1", SourceError(reason)
+        yield "page 1", FactError(reason)
         return
     for number in range(1, pages + 1):
         place = f"page {number}"
         if number in nested:
-            yield place, SourceError(f"is damaged (forms more than {_DEEPEST_FORMS} deep)")
+            yield place, FactError(f"is damaged (forms more than {_DEEPEST_FORMS} deep)")
             continue
         try:
             text = _page(path, number, convert)
-        except SourceError as error:
+        except FactError as error:
             yield place, error
         except Exception as error:  # noqa: BLE001 - as above
-            yield place, SourceError(f"is damaged ({error or type(error).__name__})")
+            yield place, FactError(f"is damaged ({error or type(error).__name__})")
         else:
             for fields in _facts_of(text, max_chars, title):
                 yield place, fields | {"page": number}
 
 
 def _page(path: Path, number: int, convert: _Convert) -> str:
-    """A page's Markdown. Raises `SourceError` if it has pictures and no text."""
+    """A page's Markdown. Raises `FactError` if it has pictures and no text."""
     import pypdfium2
 
     with pypdfium2.PdfDocument(path) as document, pypdfium2.PdfDocument.new() as alone:
@@ -128,7 +128,7 @@ def _page(path: Path, number: int, convert: _Convert) -> str:
         if chars > _MOST_CHARS:
             raise ValueError(f"{chars:,} characters; expected at most {_MOST_CHARS:,}")
         if not chars and any(page.get_objects([pypdfium2.raw.FPDF_PAGEOBJ_IMAGE], max_depth=3)):
-            raise SourceError("holds pictures and no text; run text recognition over it first")
+            raise FactError("holds pictures and no text; run text recognition over it first")
         alone.import_pages(document, [number - 1])
         written = io.BytesIO()
         alone.save(written)

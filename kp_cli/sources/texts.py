@@ -13,14 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from kp_core.errors import SourceError
+from kp_core.errors import FactError
 
 __all__ = ["STDIN", "Draft", "markdown_drafts", "read_csv", "read_json_lines", "read_markdown", "read_text"]
 
 STDIN = "-"
 """The file name for standard input."""
 
-Draft: TypeAlias = tuple[str, Mapping[str, object] | SourceError]
+Draft: TypeAlias = tuple[str, Mapping[str, object] | FactError]
 """A place in a file ("line 3"), with the fields of the fact there, or what is wrong there."""
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
@@ -42,12 +42,12 @@ def read_markdown(path: Path, max_chars: int, encoding: str | None = None) -> It
     yield from markdown_drafts(_lines_of(path, encoding), max_chars)
 
 
-def markdown_drafts(lines: Iterable[tuple[int, str | SourceError]], max_chars: int) -> Iterator[Draft]:
+def markdown_drafts(lines: Iterable[tuple[int, str | FactError]], max_chars: int) -> Iterator[Draft]:
     """As `read_markdown`, for numbered lines. A heading with nothing below it is a paragraph itself."""
     yield from _paragraphs(lines, max_chars, markdown=True)
 
 
-def _lines_of(path: Path, encoding: str | None) -> Iterator[tuple[int, str | SourceError]]:
+def _lines_of(path: Path, encoding: str | None) -> Iterator[tuple[int, str | FactError]]:
     """Yield the lines of a text file with their numbers from 1; a line not in `encoding` (UTF-8) is an error."""
     encoding, is_stdin = encoding or "UTF-8", str(path) == STDIN
     file = io.TextIOWrapper(sys.stdin.buffer if is_stdin else path.open("rb"), encoding, "surrogateescape")
@@ -58,10 +58,10 @@ def _lines_of(path: Path, encoding: str | None) -> Iterator[tuple[int, str | Sou
                 # Invalid bytes become lone surrogates, which cannot be encoded.
                 line.encode()
             except UnicodeEncodeError as error:
-                yield number, SourceError(f"is not {encoding} (at character {error.start + 1})")
+                yield number, FactError(f"is not {encoding} (at character {error.start + 1})")
                 continue
             except UnicodeError as error:  # UTF-16 without a byte order mark raises a plain UnicodeError.
-                yield number, SourceError(f"is not {encoding} ({getattr(error, 'reason', error)})")
+                yield number, FactError(f"is not {encoding} ({getattr(error, 'reason', error)})")
                 return
             if not line:
                 return
@@ -73,7 +73,7 @@ def _lines_of(path: Path, encoding: str | None) -> Iterator[tuple[int, str | Sou
 
 
 def _paragraphs(  # noqa: C901 - one pass over the lines
-    source: Iterable[tuple[int, str | SourceError]], max_chars: int, *, markdown: bool
+    source: Iterable[tuple[int, str | FactError]], max_chars: int, *, markdown: bool
 ) -> Iterator[Draft]:
     lines: list[str] = []
     headings: list[tuple[int, str]] = []  # Levels and names of those above.
@@ -93,7 +93,7 @@ def _paragraphs(  # noqa: C901 - one pass over the lines
         lines.clear()
 
     for number, line in source:
-        if isinstance(line, SourceError):
+        if isinstance(line, FactError):
             yield f"line {number}", line
             continue
         mark = _FENCE.match(line.strip()) if markdown else None
@@ -184,8 +184,8 @@ def _has_header(rows: Sequence[Sequence[str]]) -> bool:
 def read_json_lines(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]:
     """Yield one object per line."""
     for number, line in _lines_of(path, encoding):
-        row: Mapping[str, object] | SourceError
-        if isinstance(line, SourceError):
+        row: Mapping[str, object] | FactError
+        if isinstance(line, FactError):
             row = line
         elif not line.strip():
             continue
@@ -193,9 +193,9 @@ def read_json_lines(path: Path, _: int, encoding: str | None = None) -> Iterator
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                row = SourceError(f"is not JSON ({error})")
-        if not isinstance(row, dict | SourceError):
-            row = SourceError(f"got {type(row).__name__}; expected an object with `text`")
+                row = FactError(f"is not JSON ({error})")
+        if not isinstance(row, dict | FactError):
+            row = FactError(f"got {type(row).__name__}; expected an object with `text`")
         yield f"line {number}", row
 
 
@@ -205,7 +205,7 @@ def read_csv(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]
 
     def good() -> Iterator[str]:
         for number, line in _lines_of(path, encoding):
-            if isinstance(line, SourceError):
+            if isinstance(line, FactError):
                 bad.append((f"line {number}", line))
             else:
                 yield line + "\n"
@@ -218,18 +218,18 @@ def read_csv(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]
         except StopIteration:
             break
         except csv.Error as error:
-            yield f"line {rows.line_num}", SourceError(f"is not CSV ({error})")
+            yield f"line {rows.line_num}", FactError(f"is not CSV ({error})")
             continue
         place = f"line {rows.line_num}"
         if not names:
             names = row
             if "text" not in names and not _are_names(names):
                 reason = f"got the columns {names}; expected one called `text`, or two names and more"
-                yield "line 1", SourceError(reason)
+                yield "line 1", FactError(reason)
                 return
         elif len(row) == len(names):
             fields = {name: cell for name, cell in zip(names, row, strict=True) if cell}
             yield place, fields if "text" in names else {"text": _named(names, row), "metadata": fields}
         elif row:
-            yield place, SourceError(f"got {len(row)} cells; expected {len(names)}")
+            yield place, FactError(f"got {len(row)} cells; expected {len(names)}")
     yield from bad

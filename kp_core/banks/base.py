@@ -36,7 +36,7 @@ class Fact:
     fact's pack has the same `namespace`, and a search may be limited to one. Searches ignore the fact from `expires` on
     (seconds since 1970, UTC). `version` counts the texts that a store has had under this id, from 1.
 
-    Raises `FactError` for a text that is blank or not Unicode, and for metadata that JSON cannot express; `HandleError`
+    Raises `FactError` for a text that is blank or not Unicode, and for metadata that JSON cannot express; `PromptError`
     for an invalid namespace.
     """
 

@@ -15,7 +15,7 @@ from kp_core.banks import Added, Fact, FactStore, Filter, Hit, Reranker
 from kp_core.banks.base import content_id
 from kp_core.banks.compiling import Unit, compile_facts, find_compiled
 from kp_core.banks.rerank import hits_wanted
-from kp_core.errors import BusyError, FactError, PackError, PackNotFoundError, gone
+from kp_core.errors import FactError, ModelError, PackError, PackNotFoundError, gone
 from kp_core.events import log_event
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle, check_namespace, inert
@@ -59,7 +59,7 @@ class Delivery:
     stored (`KnowledgePack.compressed`). A unit that is found without a pack is compiled before the
     search returns; with `precompile="idle"` it goes as text and is compiled when the engine is idle. Without an
     `engine`, a unit without a pack goes as text, with a warning. Without `facts`, only `deliver` works. Raises
-    `FactError` for an unknown unit, kv, compress or precompile, `HandleError` for an invalid namespace.
+    `FactError` for an unknown unit, kv, compress or precompile, `PromptError` for an invalid namespace.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per part it is made of
@@ -374,7 +374,7 @@ class Delivery:
                     yield self.compile([unit], progress=False)
 
         if missing:
-            with suppress(BusyError):  # The next search finds them again.
+            with suppress(ModelError):  # The next search finds them again.
                 engine.when_idle(steps)
         return [compiled.get((unit.namespace, unit.text)) for unit in units]
 

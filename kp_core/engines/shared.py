@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kp_core.bundled import check_reachable, needing
-from kp_core.errors import MissingDependencyError, ModelError, UnsupportedModelError
+from kp_core.errors import MissingDependencyError, ModelError
 from kp_core.plan.engine import Engine
 from kp_core.plan.request import refuse_unknown
 from kp_core.session.session import Session
@@ -101,7 +101,7 @@ def _from_file(file: str | Path, settings: Mapping[str, Any]) -> Session | None:
         if given.keys() <= signature(load).parameters.keys():
             try:
                 return session_of(load(file, **given))
-            except (MissingDependencyError, UnsupportedModelError) as error:
+            except (MissingDependencyError, ModelError) as error:
                 logger.warning("%s is unpacked, and runs slower than in %s. %s", file, entry.name, error)
     return None
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kp_core.errors import BusyError, KnowledgePackError, PackCorruptError, PackError
+from kp_core.errors import KnowledgePackError, ModelError, PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import Buffer
 from kp_core.packs.codec import Compression, check_compression, decode, digest, encode, in_threads
@@ -401,7 +401,7 @@ class KeptKV:
         if self.taken and self.is_urgent:
             deque(self._steps(), maxlen=0)
         elif self.taken:
-            with suppress(BusyError):  # A later request can store it.
+            with suppress(ModelError):  # A later request can store it.
                 when_idle(self._steps)
 
     def _steps(self) -> Iterator[None]:

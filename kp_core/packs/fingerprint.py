@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 
-from kp_core.errors import PackCorruptError
+from kp_core.errors import PackCorruptError, PackError
 
-__all__ = ["NUMERICS", "OVERWRITTEN", "ModelFingerprint"]
+__all__ = ["NUMERICS", "OVERWRITTEN", "ModelFingerprint", "mismatch"]
 
 NUMERICS = ("dtype", "engine", "passes")
 """The fields that affect only rounding; all other fields are the identity of the model."""
@@ -88,3 +88,24 @@ class ModelFingerprint:
 
 def _digest(values: Iterable[str]) -> str:
     return blake2b("\0".join(values).encode(), digest_size=16).hexdigest()
+
+
+def mismatch(
+    what: str,
+    differences: Mapping[str, tuple[str, str]],
+    kind: str = "pack",
+    advice: str = "",
+    *,
+    same_model: bool = False,
+) -> PackError:
+    """Return the error for `what` that another model made, or the same model in other numerics.
+
+    `differences` maps each differing field to `(of the pack, of the model)`.
+    """
+    lines = "; ".join(f"{name}: {kind} has {held}, model has {model}" for name, (held, model) in differences.items())
+    cause = "was made by this model with other numerics" if same_model else "was not made by this model"
+    advice = advice or (
+        'Its KV is not used. To go on, have it computed anew from its text with `mismatch="rebuild"`, or build the '
+        "pack again with `engine.build_pack(pack.text, ...)`."
+    )
+    return PackError(f"{what} {cause} ({lines}). {advice}")

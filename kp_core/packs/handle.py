@@ -11,7 +11,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from kp_core.errors import HandleError
+from kp_core.errors import PromptError
 
 __all__ = ["Handle", "check_namespace", "find_handles", "handles_like", "inert", "mint", "strip_handles"]
 
@@ -38,26 +38,26 @@ class Handle:
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
         if not isinstance(self.id, str) or not re.fullmatch(_ID, self.id):
-            raise HandleError(f"Got the id {self.id!r}; expected 21 characters a-z or 2-7.")
+            raise PromptError(f"Got the id {self.id!r}; expected 21 characters a-z or 2-7.")
 
     def __str__(self) -> str:
         return f"kp:{self.namespace}/{self.id}"
 
     @classmethod
     def parse(cls, text: str) -> Handle:
-        """Parse a handle; raises `HandleError` if `text` is anything else."""
+        """Parse a handle; raises `PromptError` if `text` is anything else."""
         match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise HandleError(f"Got {text!r}; expected a handle of the form 'kp:<namespace>/<21 characters>'.")
+            raise PromptError(f"Got {text!r}; expected a handle of the form 'kp:<namespace>/<21 characters>'.")
         return cls(match[1], match[2])
 
 
 def check_namespace(name: str) -> str:
-    """Return `name` if it is a valid namespace (and folder name); raise `HandleError` otherwise."""
+    """Return `name` if it is a valid namespace (and folder name); raise `PromptError` otherwise."""
     if not isinstance(name, str) or not re.fullmatch(_NAMESPACE, name):
         near = re.sub(r"[^a-z0-9_-]+", "-", str(name).lower()).strip("-")[:64]
         example = f", e.g. {near!r}" if near else ""
-        raise HandleError(f"Got the namespace {name!r}; expected 1 to 64 characters a-z, 0-9, '-', '_'{example}.")
+        raise PromptError(f"Got the namespace {name!r}; expected 1 to 64 characters a-z, 0-9, '-', '_'{example}.")
     return name
 
 

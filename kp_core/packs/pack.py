@@ -12,12 +12,12 @@ from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
-from kp_core.errors import FingerprintMismatchError, KnowledgePackError, PackCorruptError, PackError, SteeringError
+from kp_core.errors import KnowledgePackError, OptionError, PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import Buffer
 from kp_core.packs.codec import Compression, check_compression
 from kp_core.packs.envelope import string, to_json
-from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.fingerprint import ModelFingerprint, mismatch
 from kp_core.packs.handle import check_namespace
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class KnowledgePack:
     `text` may have none. A pack for the system message includes the tokens of its line end, which is not in `text`.
     `kv` has one entry per token of `token_ids`. Packs are immutable: every operation returns a new one.
 
-    Raises `PackError` if `kv` and `token_ids` disagree or the provenance holds invalid edits, `HandleError` for an
+    Raises `PackError` if `kv` and `token_ids` disagree or the provenance holds invalid edits, `PromptError` for an
     invalid `namespace`.
     """
 
@@ -219,11 +219,11 @@ class KnowledgePack:
 
         The default `alpha` is the strength beside knowledge: the calibrated value of the steering, else 0.7. Steering
         adds to earlier steering; a sum of zero gives the plain pack. A steered pack cannot be stored: store the pack
-        and save the steering. Raises `FingerprintMismatchError` for a steering of another model, `SteeringError` for an
+        and save the steering. Raises `PackError` for a steering of another model, `OptionError` for an
         `alpha` that is not finite.
         """
         if not hasattr(steering, "at_alpha"):
-            raise SteeringError(
+            raise OptionError(
                 f"Got a steering of type {type(steering).__name__}; expected a Steering. Make one with "
                 "`engine.make_steering(pairs)`."
             )
@@ -235,11 +235,11 @@ class KnowledgePack:
         return replace(self, steering=None if total.is_zero else total)
 
     def check(self, fingerprint: ModelFingerprint) -> None:
-        """Raise `FingerprintMismatchError`, naming each differing field, unless that model made the pack."""
+        """Raise `PackError`, naming each differing field, unless that model made the pack."""
         differences = self.fingerprint.diff(fingerprint)
         if differences:
             same_model = self.fingerprint.same_model(fingerprint)
-            raise FingerprintMismatchError(f"The pack {self.text[:40]!r}", differences, same_model=same_model)
+            raise mismatch(f"The pack {self.text[:40]!r}", differences, same_model=same_model)
 
 
 def common_length(left: Sequence[object], right: Sequence[object]) -> int:

@@ -16,12 +16,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from kp_core.errors import (
-    HandleError,
     OptionError,
     PackCorruptError,
     PackError,
     PackNotFoundError,
-    QuotaError,
+    PromptError,
     gone,
 )
 from kp_core.events import log_event
@@ -89,7 +88,7 @@ class PackStore(Packs):
             raise OptionError(f"A store has no option {name!r}.{gone(name)}")
         for name, bound in {"max_bytes": max_bytes, "keep_seconds": keep_seconds}.items():
             if bound is not None and bound <= 0:
-                raise QuotaError(f"Got {name}={bound}; expected a positive number, or None for no bound.")
+                raise PackError(f"Got {name}={bound}; expected a positive number, or None for no bound.")
         self.blobs: Blobs = open_blobs(place) if isinstance(place, str | os.PathLike) else place
         self.max_bytes, self.keep_seconds, self._seal = max_bytes, keep_seconds, seal
         self._source, self._given_secrets = place, bool(secret or seal)
@@ -150,18 +149,18 @@ class PackStore(Packs):
         return sum(stat.size for stat in self._listed().values())
 
     def handle(self, text: str, namespace: str) -> Handle:
-        """Return the handle of `text`, stored or not; raises `HandleError` for bad names and non-Unicode text."""
+        """Return the handle of `text`, stored or not; raises `PromptError` for bad names and non-Unicode text."""
         try:
             return mint(self.secrets[0], namespace, text)
         except UnicodeEncodeError as error:
-            raise HandleError(f"Got text that is not Unicode: {error}. Decode it with errors='replace'.") from error
+            raise PromptError(f"Got text that is not Unicode: {error}. Decode it with errors='replace'.") from error
 
     # Packs.
 
     def put(self, pack: KnowledgePack) -> Handle:
         """Store `pack`; storing it again writes nothing.
 
-        It replaces the entry of the same text, model and prefix; a lazy pack does not replace KV. Raises `QuotaError`
+        It replaces the entry of the same text, model and prefix; a lazy pack does not replace KV. Raises `PackError`
         if `max_bytes` leaves no room, `PackError` for what the format cannot hold and if a later release wrote the
         entry; the store is then unchanged.
         """
@@ -180,7 +179,7 @@ class PackStore(Packs):
             text, file = self._merged(handle, stored, pack), file if file and self._is_news(file) else None
             size = len(text) + (file.nbytes if file else 0)
             if (file or text != stored) and self.max_bytes and not self._make_room({text_key, entry.key}, size):
-                raise QuotaError(
+                raise PackError(
                     f"The pack needs {size} bytes, and {self.blobs} has no room for them even without the KV of all "
                     f"others; max_bytes is {self.max_bytes}. Raise it, remove packs, or put `pack.without_kv()`."
                 )
@@ -645,7 +644,7 @@ def _forgotten_key(namespace: str) -> str:
 def _handle_of(key: str) -> Handle | None:
     """Return the handle of the text or of the only owner of the entry at `key`; `None` if `key` is neither."""
     match = _FILE.fullmatch(key)
-    with suppress(HandleError):
+    with suppress(PromptError):
         return Handle(match[1], match[2]) if match else None
     return None
 

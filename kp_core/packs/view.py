@@ -11,7 +11,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from kp_core.errors import HandleError, KnowledgePackError, PackError, PackNotFoundError, PromptError
+from kp_core.errors import KnowledgePackError, PackError, PackNotFoundError, PromptError
 from kp_core.packs.blobs import Blobs
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace, find_handles
@@ -251,7 +251,7 @@ def why_unresolved(name: str, view: PackView | None, role: str | None = None) ->
         return f"role {role!r} is not trusted"
     try:
         handle = Handle.parse(name)
-    except HandleError:
+    except PromptError:
         return "it is not a whole handle"
     if handle.namespace not in view.namespaces:
         return f"namespace {handle.namespace!r} is not allowed, only {', '.join(sorted(view.namespaces)) or 'none'}"
@@ -261,7 +261,7 @@ def why_unresolved(name: str, view: PackView | None, role: str | None = None) ->
 def usable(pack: KnowledgePack, model: ModelFingerprint, mismatch: Mismatch, name: str) -> KnowledgePack:
     """Return `pack` as `model` may use it: unchanged, or as its text alone, to be computed anew.
 
-    A pack of another model, or of this one in other numerics, raises `FingerprintMismatchError`, but is computed anew
+    A pack of another model, or of this one in other numerics, raises `PackError`, but is computed anew
     with `mismatch="rebuild"`. It is always computed anew if another release or kind of processor only rounded it
     differently.
     """

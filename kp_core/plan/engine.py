@@ -175,7 +175,7 @@ class HasCache(Protocol):
         """Drop all KV that is neither pinned nor in use."""
 
     def refresh(self) -> None:
-        """Start to use the model as it is now. Raises `BusyError` while KV is pinned or in use."""
+        """Start to use the model as it is now. Raises `ModelError` while KV is pinned or in use."""
 
 
 @runtime_checkable

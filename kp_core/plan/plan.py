@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import get_args
 
-from kp_core.errors import SamplingError, SteeringError
+from kp_core.errors import OptionError
 from kp_core.packs.entry import KeptKV
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.view import PackView
@@ -32,7 +32,7 @@ _MOST_TOP = 20  # As OpenAI and vLLM.
 class Sampling:
     """How the next token is chosen; the defaults are greedy. `kp_core.plan.request.ABOUT` explains each field.
 
-    Raises `SamplingError` for a value out of range.
+    Raises `OptionError` for a value out of range.
     """
 
     max_tokens: int | None = None
@@ -66,7 +66,7 @@ class Sampling:
         }
         for name, (is_valid, expected) in checks.items():
             if not is_valid:
-                raise SamplingError(f"Got {name}={getattr(self, name)!r}; expected {expected}.")
+                raise OptionError(f"Got {name}={getattr(self, name)!r}; expected {expected}.")
 
     @property
     def gives_logprobs(self) -> bool:
@@ -75,11 +75,11 @@ class Sampling:
 
 
 def number(value: object, name: str) -> float:
-    """Convert the `value` of an option to float; raises `SamplingError` if it is no number."""
+    """Convert the `value` of an option to float; raises `OptionError` if it is no number."""
     if isinstance(value, Real) and not isinstance(value, bool):
         with suppress(OverflowError):
             return float(value)
-    raise SamplingError(f"Got {name}={str(value)[:40]!r} ({type(value).__name__}); expected a number.")
+    raise OptionError(f"Got {name}={str(value)[:40]!r} ({type(value).__name__}); expected a number.")
 
 
 def _is_whole(value: object, least: int, most: int | None = None) -> bool:
@@ -230,15 +230,15 @@ def plan_steered(
     steering of their own. Parts of one message form one region. When `answering`, the last token of the prompt is in no
     region, so the first token of the answer sees the steering.
 
-    Raises `SteeringError` if the prompt lacks the scope, if two steerings would overlap, and for key deltas on more
+    Raises `OptionError` if the prompt lacks the scope, if two steerings would overlap, and for key deltas on more
     than one position.
     """
     if scope not in (None, *get_args(Scope)):
-        raise SteeringError(f"Got the scope {scope!r}; expected one of {', '.join(get_args(Scope))}, or None.")
+        raise OptionError(f"Got the scope {scope!r}; expected one of {', '.join(get_args(Scope))}, or None.")
     parts = _parts(prompt, steering, scope, len(prompt) - 1 if answering else len(prompt))
     for region in parts:
         if region.steering and region.steering.keys and len(region) > 1:
-            raise SteeringError(
+            raise OptionError(
                 f"Got key deltas for {len(region)} positions. RoPE rotates keys by their positions, so one "
                 "delta fits one position: use scope='last_token', or `steering.scaled(c_k=0)`."
             )
@@ -252,9 +252,7 @@ def _parts(prompt: Prompt, steering: Steering | None, scope: Scope | None, end: 
     if steering is not None and scope is None:
         scope = "system" if _heads(prompt) else "pack"
     if steering is not None and scope == "pack" and not prompt.spans:
-        raise SteeringError(
-            "Got scope='pack' for a prompt without packs. Leave the scope out to steer the system head."
-        )
+        raise OptionError("Got scope='pack' for a prompt without packs. Leave the scope out to steer the system head.")
     steered = []
     for span in prompt.spans:
         total = _total(span.pack.steering, steering if scope == "pack" else None)
@@ -264,10 +262,10 @@ def _parts(prompt: Prompt, steering: Steering | None, scope: Scope | None, end: 
         return steered
     target = Region(*_range(prompt, scope, end), "steered", steering=steering)
     if target.start < 0 or target.stop <= target.start:
-        raise SteeringError(f"The prompt of {len(prompt)} tokens has nothing to steer for scope={scope!r}.")
+        raise OptionError(f"The prompt of {len(prompt)} tokens has nothing to steer for scope={scope!r}.")
     for part in steered:
         if part.start < target.stop and target.start < part.stop:
-            raise SteeringError(
+            raise OptionError(
                 f"Got scope={scope!r} over the tokens {part.start}:{part.stop} of a pack that is steered itself. Use "
                 "scope='pack', which adds up, or the plain pack."
             )
@@ -291,5 +289,5 @@ def _total(own: object, steering: Steering | None) -> Steering | None:
     if own is None:
         return steering
     if not isinstance(own, Steering):
-        raise SteeringError(f"Got a pack steered by {type(own).__name__}; expected a Steering.")
+        raise OptionError(f"Got a pack steered by {type(own).__name__}; expected a Steering.")
     return own if steering is None else own + steering

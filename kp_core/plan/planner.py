@@ -83,8 +83,8 @@ class Planner:
 
         The answer may take `tokens` tokens, by default as many as the request allows. Without `learn`, recognised texts
         and kept KV are not counted as met. Raises `PromptError` and its subclasses, `PackNotFoundError`
-        (`unresolved="error"`), `FingerprintMismatchError` for packs, steerings and soft tokens of another model, and
-        `SteeringError`.
+        (`unresolved="error"`), `PackError` for packs, steerings and soft tokens of another model, and
+        `OptionError`.
         """
         view = request.view
         if view is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from kp_core.errors import SteeringError
+from kp_core.errors import OptionError
 from kp_core.kv import KVTensors
 from kp_core.prompt.prompt import Span
 from kp_core.steering import Steering
@@ -89,7 +89,7 @@ class Region:
     def steered(self, kv: KVTensors) -> KVTensors:
         """Return a copy of the plain `kv` of a steered region with the deltas of its parts added.
 
-        Sums are computed in float32 or wider and rounded once. Raises `SteeringError` when a delta does not fit.
+        Sums are computed in float32 or wider and rounded once. Raises `OptionError` when a delta does not fit.
         """
         steered_kv = kv.clone()
         for part in self.parts:
@@ -104,7 +104,7 @@ def _add(name: str, tensors: Sequence[Tensor], deltas: Mapping[int, Tensor], spa
     for layer, delta in deltas.items():
         if layer >= len(tensors) or delta.shape != tensors[layer][:, 0].shape:
             shape = tuple(tensors[layer][:, 0].shape) if layer < len(tensors) else None
-            raise SteeringError(
+            raise OptionError(
                 f"The {name} delta of layer {layer} has shape {tuple(delta.shape)}; this model's cache takes {shape} "
                 f"there and has {len(tensors)} layers. Make the steering with `engine.make_steering(pairs)`."
             )

@@ -9,7 +9,7 @@ from dataclasses import Field, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
-from kp_core.errors import OptionError, SamplingError, gone
+from kp_core.errors import OptionError, gone
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import Mismatch, PackView, Unresolved
 from kp_core.plan.composer import Composer, ExactComposer, composer_of
@@ -121,7 +121,7 @@ OF_THE_CORE = ("view", "cancel")
 class Request(Sampling):
     """All options of one generation. `Request.of` makes one from options by name, and refuses unknown ones.
 
-    Raises `SamplingError` for a value out of range or of the wrong type, and `OptionError` for other wrong values.
+    Raises `OptionError` for a wrong value.
     """
 
     view: PackView | None = None
@@ -149,9 +149,9 @@ class Request(Sampling):
         try:
             super().__post_init__()
             if self.timeout is not None and not number(self.timeout, "timeout") > 0:
-                raise SamplingError(f"Got timeout={self.timeout!r}; expected None or a number of seconds > 0.")
+                raise OptionError(f"Got timeout={self.timeout!r}; expected None or a number of seconds > 0.")
         except TypeError as error:
-            raise SamplingError(f"Got an option of the wrong type ({error}); `OPTIONS` names the types.") from error
+            raise OptionError(f"Got an option of the wrong type ({error}); `OPTIONS` names the types.") from error
         for name, attribute, expected in (("view", "source", "`store.view(...)`"), ("cancel", "is_set", "an event")):
             if (value := getattr(self, name)) is not None and not hasattr(value, attribute):
                 raise OptionError(f"Got {name}={value!r}; expected {expected}, or None.")
@@ -190,7 +190,7 @@ class Request(Sampling):
 
     @cached_property
     def shape(self) -> AnswerShape:
-        """The shape that the answer must have. Raises `ToolError` for tools and schemas that contradict themselves."""
+        """The shape that the answer must have. Raises `PromptError` for contradictory tools and schemas."""
         return AnswerShape.of(
             self.tools, self.tool_choice, schema=self.response_schema, parallel=self.parallel_tool_calls
         )

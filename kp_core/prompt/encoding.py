@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kp_core.errors import PromptError, UnsupportedModelError
+from kp_core.errors import ModelError, PromptError
 
 __all__ = ["Encoded", "PromptEncoder", "insert"]
 
@@ -64,7 +64,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any, written: str = "") -> None:  # noqa: ANN401 - of the transformers tokenizer family
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "to_str"):
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"{type(tokenizer).__name__} has no `tokenizers` backend, so characters cannot be mapped to tokens. "
                 "Load the fast tokenizer of this model."
             )

@@ -10,7 +10,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from kp_core.errors import WrapperError
+from kp_core.errors import OptionError
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef
 
@@ -21,7 +21,7 @@ __all__ = ["Prompt", "SoftTokens", "Span"]
 class SoftTokens:
     """Input embeddings before and behind the tokens of a pack, `(soft tokens, hidden)` each, in float32 on the CPU.
 
-    Raises `WrapperError` for tensors of another shape, and for values that are not finite.
+    Raises `OptionError` for tensors of another shape, and for values that are not finite.
     """
 
     header: Tensor
@@ -31,7 +31,7 @@ class SoftTokens:
         for name in ("header", "trailer"):
             tensor = getattr(self, name).detach().to("cpu", torch.float32).contiguous()
             if tensor.ndim != 2 or tensor.shape[1] != self.header.shape[-1] or not tensor.isfinite().all():
-                raise WrapperError(
+                raise OptionError(
                     f"Got a {name} of shape {tuple(tensor.shape)}; expected finite numbers (soft tokens, hidden), "
                     "as wide in the header as in the trailer."
                 )

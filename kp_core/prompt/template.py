@@ -14,7 +14,7 @@ from datetime import datetime
 from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
 
-from kp_core.errors import ContextOverflowError, PromptError, ShortTextError, TemplateError
+from kp_core.errors import ContextOverflowError, PromptError, ShortTextError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix, common_length
 from kp_core.packs.view import PackRef, PackView
@@ -54,12 +54,12 @@ class ChatTemplate:
     """Renders conversations with a tokenizer's chat template, and finds packs in the tokens.
 
     `options` are passed to the template, e.g. `date_string`. What a template lacks (roles, tool calls) is rendered as
-    `kp_core.prompt.conversation` states. Raises `TemplateError` if there is no template or it refuses.
+    `kp_core.prompt.conversation` states. Raises `PromptError` if there is no template or it refuses.
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:  # noqa: ANN401
         if not getattr(tokenizer, "chat_template", None):
-            raise TemplateError(
+            raise PromptError(
                 "The tokenizer has no chat template; answers of a chat model depend on it. Set "
                 "`tokenizer.chat_template` to the model's Jinja template."
             )
@@ -115,7 +115,7 @@ class ChatTemplate:
         """Return the canonical prompt of a conversation.
 
         The template shows the tools of `shape` if it can; otherwise the end of the system message lists them. The
-        schema of the answer goes there, too. `thinking` is a switch of some templates. Raises `TemplateError`.
+        schema of the answer goes there, too. `thinking` is a switch of some templates. Raises `PromptError`.
         """
         turns = with_errata(turns)
         switches = self._switches(thinking=thinking)
@@ -199,16 +199,16 @@ class ChatTemplate:
         return self._encoder.unescape(prompt.rendered)
 
     def verify(self, prompt: Prompt) -> tuple[tuple[str, str], ...]:
-        """Check that `prompt` is the single-pass tokenisation of its text; raises `TemplateError` if it is not.
+        """Check that `prompt` is the single-pass tokenisation of its text; raises `PromptError` if it is not.
 
         Returns for each pack the text that is delivered as KV, and that at its edges which is prefilled with others.
         """
         encoded = self._encoder.encode(prompt.rendered)
         got, expected = prompt.token_ids, encoded.ids
         if (at := common_length(got, expected)) < min(len(got), len(expected)):
-            raise TemplateError(f"Token {at} of the prompt is {got[at]}; the single pass gives {expected[at]}.")
+            raise PromptError(f"Token {at} of the prompt is {got[at]}; the single pass gives {expected[at]}.")
         if len(got) != len(expected):
-            raise TemplateError(f"The prompt has {len(got)} tokens; the single pass gives {len(expected)}.")
+            raise PromptError(f"The prompt has {len(got)} tokens; the single pass gives {len(expected)}.")
         return tuple(_checked(span, encoded) for span in prompt.spans)
 
     def _switches(self, *, thinking: bool | None) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class ChatTemplate:
             return {"enable_thinking": thinking}
         if "thinking is defined" in self.source:  # DeepSeek's name for it.
             return {"thinking": thinking}
-        raise TemplateError("This chat template has no thinking switch; leave `thinking` unset.")
+        raise PromptError("This chat template has no thinking switch; leave `thinking` unset.")
 
     def _prompt(self, turns: Sequence[Turn], switches: Mapping[str, Any], *, add_generation_prompt: bool) -> Prompt:
         options = {**switches, "add_generation_prompt": add_generation_prompt}
@@ -275,7 +275,7 @@ class ChatTemplate:
             elif turn.tool_calls:
                 self._warn("tool calls", "This chat template does not show the text beside %s.")
             else:
-                raise TemplateError(
+                raise PromptError(
                     f"The chat template leaves out message {at} ({turn.role}): {turn.content[:40]!r}. Leave it out "
                     "of the conversation, or use a template that shows it."
                 )
@@ -314,7 +314,7 @@ class ChatTemplate:
         turns = self._shaper.shape((Turn("user", ("Read this:\n", reference, "\nWho?")),))
         try:
             return bool(self._prompt(turns, {}, add_generation_prompt=True).spans)
-        except TemplateError:  # The template may refuse this probe and accept other conversations.
+        except PromptError:  # The template may refuse this probe and accept other conversations.
             return True
 
     def _warn(self, what: str, message: str = "This chat template changes the text of messages: %s.") -> None:
@@ -331,7 +331,7 @@ class ChatTemplate:
         try:
             return "".join(map(literals, [source] if isinstance(source, str) else source.values()))
         except Exception as error:
-            raise TemplateError(f"The chat template is no template of Jinja: {error}") from error
+            raise PromptError(f"The chat template is no template of Jinja: {error}") from error
 
     def _render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         # Loads Jinja only when something is rendered.
@@ -344,12 +344,12 @@ class ChatTemplate:
             return render(source, {**tokens, "messages": messages, **variables})
         except Exception as error:
             roles = ", ".join(message["role"] for message in messages)
-            raise TemplateError(f"The chat template refused a conversation of [{roles}]: {error}") from error
+            raise PromptError(f"The chat template refused a conversation of [{roles}]: {error}") from error
 
     def _try_render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
         try:
             return self._render(messages, {"add_generation_prompt": False, "tools": tools})
-        except TemplateError:
+        except PromptError:
             return None
 
 
@@ -362,7 +362,7 @@ def _checked(span: Span, encoded: Encoded) -> tuple[str, str]:
     delivered = encoded.text_of(span.start, span.stop)
     before, middle, after = span.reference.text.partition(delivered)
     if not middle:
-        raise TemplateError(f"The span of {span.handle} holds {delivered[:40]!r}, which is not in the pack's text.")
+        raise PromptError(f"The span of {span.handle} holds {delivered[:40]!r}, which is not in the pack's text.")
     return delivered, before + after
 
 

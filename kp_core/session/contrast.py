@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kp_core.errors import SteeringError
+from kp_core.errors import OptionError
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import Prefix, common_length
 from kp_core.plan.engine import Engine
@@ -52,11 +52,11 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
     last token of the prompt, the last one in the cache when the model is about to answer.
 
     Value deltas are multiplied by `c_v`, key deltas by `c_k` (default 1). `layers` is by default the middle third.
-    Raises `SteeringError` for pairs that are empty, one-sided or identical once rendered, for layers that the model
+    Raises `OptionError` for pairs that are empty, one-sided or identical once rendered, for layers that the model
     lacks, for an unknown method, and for `c_k` with `"mean"`.
     """
     if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs:
-        raise SteeringError(f"Got {pairs!r} for pairs; {_ADVICE}")
+        raise OptionError(f"Got {pairs!r} for pairs; {_ADVICE}")
     check_method(method, keys=c_k is not None)
     plans = [plan for index, pair in enumerate(pairs) for plan in _plans(template, wanted, pair, index, method)]
     means: list[_Means] = []
@@ -101,13 +101,13 @@ def _plans(
     """Plans for the KV of both sides of a pair from the first message that differs. Only KV before it may be reused."""
     sides = () if isinstance(pair, str) or not isinstance(pair, Sequence) else pair
     if len(sides) != 2 or not all(isinstance(side, Sequence) for side in sides):
-        raise SteeringError(f"Got {pair!r} for pair {index}; {_ADVICE}")
+        raise OptionError(f"Got {pair!r} for pair {index}; {_ADVICE}")
     if any(not side or (isinstance(side, str) and not side.strip()) for side in pair):
-        raise SteeringError(f"Pair {index} has an empty side; {_ADVICE}")
+        raise OptionError(f"Pair {index} has an empty side; {_ADVICE}")
     answering = method == "last_token"
     positive, negative = (template.render(side, add_generation_prompt=answering) for side in pair)
     if positive.token_ids == negative.token_ids:
-        raise SteeringError(f"Both sides of pair {index} are the same prompt once rendered; {_ADVICE}")
+        raise OptionError(f"Both sides of pair {index} are the same prompt once rendered; {_ADVICE}")
     shared = common_length(positive.token_ids, negative.token_ids)
     start = max((at for at in positive.breaks if at <= shared), default=0)
     prefix = positive.token_ids[:start]

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from kp_core.errors import BusyError
+from kp_core.errors import ModelError
 
 __all__ = ["IdleQueue", "Job"]
 
@@ -39,13 +39,13 @@ class IdleQueue:
     def put(self, job: Job) -> Future[None]:
         """Queue `job`. The returned future completes with the job, receives its error, and can be cancelled.
 
-        Raises `BusyError` when too many jobs wait, or after `close`.
+        Raises `ModelError` when too many jobs wait, or after `close`.
         """
         future: Future[None] = Future()
         with self._changed:
             if self._closed or len(self._jobs) >= _MOST_JOBS:
                 reason = "it was closed" if self._closed else f"{_MOST_JOBS} jobs wait already"
-                raise BusyError(f"The engine takes no more background work: {reason}.")
+                raise ModelError(f"The engine takes no more background work: {reason}.")
             self._jobs.append((job, future))
             if self._thread is None:
                 if not self._is_registered:
@@ -102,7 +102,7 @@ class IdleQueue:
                 if next(steps, self) is self:
                     future.set_result(None)
                     return
-            future.set_exception(BusyError("The engine was closed before this background work was done."))
+            future.set_exception(ModelError("The engine was closed before this background work was done."))
         except Exception as error:  # noqa: BLE001 - a job may fail in any way, and its future takes the error
             # At interpreter exit a job cannot use other threads. A later run meets the same work again.
             is_exiting = not threading.main_thread().is_alive()

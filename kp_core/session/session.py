@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from kp_core.errors import (
-    BusyError,
     ContextOverflowError,
     ModelError,
     OptionError,
@@ -170,8 +169,8 @@ class Session(Shared):
         """The answer to a conversation (a string is one user message).
 
         Raises `PromptError` for messages that cannot become a prompt, `ContextOverflowError`,
-        `FingerprintMismatchError` for a steering of another model, and for packs of one unless `mismatch="rebuild"`,
-        `SteeringError` for a steering that has no position in the prompt, `SamplingError`, `OptionError`, and
+        `PackError` for a steering of another model, and for packs of one unless `mismatch="rebuild"`,
+        `OptionError` for a steering that has no position in the prompt and for other bad options, and
         `CacheBudgetError` for a request larger than the engine's memory.
         """
         return self.stream(messages, **options).result()
@@ -330,14 +329,14 @@ class Session(Shared):
         return make_steering(self.engine, self.template, self._planner.wanted, pairs, **options)
 
     def when_idle(self, job: Job) -> Future[None]:
-        """Run `job` step by step while no request is being answered. Raises `BusyError` when too many jobs wait."""
+        """Run `job` step by step while no request is being answered. Raises `ModelError` when too many jobs wait."""
         return self._idle.put(job)
 
     def refresh(self) -> None:
         """Start to use the model as it is now, after its weights were changed on purpose.
 
         Computes the fingerprint again, from the tensors themselves, and drops all KV in memory. Packs made before the
-        change then belong to another model. Raises `BusyError` while answers are under way or packs are pinned.
+        change then belong to another model. Raises `ModelError` while answers are under way or packs are pinned.
         """
         self._cache("refresh").refresh()
 
@@ -468,7 +467,7 @@ class Session(Shared):
                 put(replace(pack, kv=kv))
                 yield
 
-        with suppress(BusyError):  # The next such request tries again.
+        with suppress(ModelError):  # The next such request tries again.
             for pack, plan in learned:
                 self.when_idle(partial(stored, pack, plan))
 

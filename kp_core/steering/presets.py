@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from kp_core.errors import SteeringError
+from kp_core.errors import OptionError
 
 __all__ = ["preset", "preset_about", "preset_names"]
 
@@ -27,13 +27,13 @@ def preset_about(name: str) -> str:
 def preset(name: str) -> tuple[tuple[str, str], ...]:
     """The (positive, negative) pairs of a preset, for `engine.make_steering`; at least 24.
 
-    The preset is named after the positive side. Raises `SteeringError` for an unknown name.
+    The preset is named after the positive side. Raises `OptionError` for an unknown name.
     """
     return tuple((positive, negative) for positive, negative in _read(name)["pairs"])
 
 
 def _read(name: str) -> dict[str, Any]:
     if name not in preset_names():
-        raise SteeringError(f"Got the preset {name!r}; expected one of {', '.join(preset_names())}.")
+        raise OptionError(f"Got the preset {name!r}; expected one of {', '.join(preset_names())}.")
     content: dict[str, Any] = json.loads((files("kp_core") / "presets" / f"{name}.json").read_text(encoding="utf-8"))
     return content

@@ -17,10 +17,10 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from kp_core.errors import FingerprintMismatchError, PackCorruptError, PackError, SteeringError
+from kp_core.errors import OptionError, PackCorruptError, PackError
 from kp_core.packs.codec import digest
 from kp_core.packs.envelope import Envelope
-from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.fingerprint import ModelFingerprint, mismatch
 from kp_core.prompt.conversation import Message
 
 __all__ = [
@@ -67,11 +67,11 @@ class SteeringWarning(UserWarning):
 
 
 def check_method(method: str, *, keys: bool) -> None:
-    """Raise `SteeringError` for an unknown method, and for keys with `"mean"`."""
+    """Raise `OptionError` for an unknown method, and for keys with `"mean"`."""
     if method not in get_args(Method):
-        raise SteeringError(f"Got the method {method!r}; expected 'mean' or 'last_token'.")
+        raise OptionError(f"Got the method {method!r}; expected 'mean' or 'last_token'.")
     if method == "mean" and keys:
-        raise SteeringError(
+        raise OptionError(
             "Got a coefficient or deltas for keys with method='mean'. RoPE rotates each cached key by its position, so "
             "a mean over positions mixes rotations and is no direction. Leave keys out, or use method='last_token'."
         )
@@ -89,7 +89,7 @@ class Steering:
     unit of `strength`. `coherent` has the least and greatest alpha at which text stayed coherent (infinite if no limit
     was found), `recommended` the alphas that a calibration chose, without and with packs. Multiplication rescales both.
 
-    `a + b`, `a - b`, `-a`, `2 * a`, `a * 2`, `a / 2` are new steerings. Raises `SteeringError` for deltas that are not
+    `a + b`, `a - b`, `-a`, `2 * a`, `a * 2`, `a / 2` are new steerings. Raises `OptionError` for deltas that are not
     finite or have another shape, for none at all, and for a wrong `method`.
     """
 
@@ -107,7 +107,7 @@ class Steering:
         for name in ("values", "keys"):
             object.__setattr__(self, name, MappingProxyType(_checked(name, getattr(self, name))))
         if not self.values and not self.keys:
-            raise SteeringError("Got a steering without layers; expected a delta for at least one layer.")
+            raise OptionError("Got a steering without layers; expected a delta for at least one layer.")
         object.__setattr__(self, "scales", MappingProxyType(dict(sorted(self.scales.items()))))
         object.__setattr__(self, "provenance", MappingProxyType(dict(self.provenance)))
         if self.recommended is not None:
@@ -143,11 +143,11 @@ class Steering:
     def strength(self) -> float:
         """Mean over layers of the value delta's norm, in units of the cached values' mean norm in that layer.
 
-        Unlike an alpha, a strength has about the same effect in every model. Raises `SteeringError` without scales.
+        Unlike an alpha, a strength has about the same effect in every model. Raises `OptionError` without scales.
         """
         norms, scales = self.norms, self.scales
         if not norms or any(scales.get(layer, 0.0) <= 0 for layer in norms):
-            raise SteeringError("This steering carries no scale of the cached values; give `alpha` instead.")
+            raise OptionError("This steering carries no scale of the cached values; give `alpha` instead.")
         return fmean(norm / scales[layer] for layer, norm in norms.items())
 
     def default_alpha(self, *, with_knowledge: bool) -> float:
@@ -157,24 +157,24 @@ class Steering:
         return _WITH_KNOWLEDGE if with_knowledge else 1.0
 
     def at_alpha(self, alpha: float | None, *, with_knowledge: bool) -> Steering:
-        """This steering times `alpha`; `None` means the default. Raises `SteeringError` unless `alpha` is finite."""
+        """This steering times `alpha`; `None` means the default. Raises `OptionError` unless `alpha` is finite."""
         if alpha is None:
             alpha = self.default_alpha(with_knowledge=with_knowledge)
         if isinstance(alpha, bool) or not isinstance(alpha, Real):
-            raise SteeringError(f"Got alpha={alpha!r}; expected a finite number, or None for the default strength.")
+            raise OptionError(f"Got alpha={alpha!r}; expected a finite number, or None for the default strength.")
         return self * float(alpha)
 
     def at_strength(self, strength: float) -> Steering:
         """The same direction with that `strength`; a negative one reverses it.
 
-        Raises `SteeringError` if `strength` is not finite, or the steering is zero or has no scales.
+        Raises `OptionError` if `strength` is not finite, or the steering is zero or has no scales.
         """
         if self.strength == 0:
-            raise SteeringError("A steering of zero has no direction, so it can have no other strength.")
+            raise OptionError("A steering of zero has no direction, so it can have no other strength.")
         return self * (_finite(strength, "strength") / self.strength)
 
     def scaled(self, *, c_v: float = 1.0, c_k: float = 1.0) -> Steering:
-        """Values times `c_v`, keys times `c_k` (arXiv 2507.08799); raises `SteeringError` unless both are finite."""
+        """Values times `c_v`, keys times `c_k` (arXiv 2507.08799); raises `OptionError` unless both are finite."""
         bounds = chosen = None
         if self.coherent is not None and c_v:
             low, high = sorted(bound / c_v for bound in self.coherent)
@@ -191,7 +191,7 @@ class Steering:
         )
 
     def restrict(self, layers: Iterable[int]) -> Steering:
-        """This steering with only the deltas of `layers`; raises `SteeringError` if it has none there."""
+        """This steering with only the deltas of `layers`; raises `OptionError` if it has none there."""
         layer_set = set(layers)
         return replace(
             self,
@@ -214,14 +214,14 @@ class Steering:
         return {layer: dot / (norms[layer] * other_norms[layer] or 1.0) for layer, dot in dots.items()}
 
     def check(self, fingerprint: ModelFingerprint) -> None:
-        """Raise `FingerprintMismatchError`, naming each differing field, unless this steering was made for that model.
+        """Raise `PackError`, naming each differing field, unless this steering was made for that model.
 
         A vLLM server makes no steerings, so it accepts those of any engine with the same model.
         """
         differences = self.fingerprint.diff(fingerprint)
         differences.pop("passes", None)
         if differences and not (fingerprint.engine == "vllm" and self.fingerprint.same_model(fingerprint)):
-            raise FingerprintMismatchError(
+            raise mismatch(
                 "The steering",
                 differences,
                 "steering",
@@ -235,7 +235,7 @@ class Steering:
         if self.coherent is None:
             try:
                 strength = self.strength
-            except SteeringError:  # Nothing says how strong it is.
+            except OptionError:  # Nothing says how strong it is.
                 return
             if strength > _STRONG:
                 warnings.warn(
@@ -259,7 +259,7 @@ class Steering:
             return NotImplemented
         other.check(self.fingerprint)
         if self.method != other.method:
-            raise SteeringError(
+            raise OptionError(
                 f"Got a sum of method {self.method!r} and {other.method!r}; they are applied at different positions. "
                 "Apply them one by one, or make both with one method."
             )
@@ -311,35 +311,35 @@ AskedSteering: TypeAlias = Steering | tuple[Steering, float | None]
 def resolve_layers(layers: LayerRange | None, count: int) -> tuple[int, ...]:
     """Indices of `layers` in a model of `count` layers: by default the middle third (arXiv 2604.03270, section 4.5).
 
-    Raises `SteeringError` for layers that the model does not have.
+    Raises `OptionError` for layers that the model does not have.
     """
     advice = f"expected two fractions like (1/3, 2/3), or indices from 0 to {count - 1} like range(10, 20)."
     if not isinstance(layers, Sequence | None):
-        raise SteeringError(f"Got the layers {layers!r}; {advice}")
+        raise OptionError(f"Got the layers {layers!r}; {advice}")
     chosen: Sequence[float] = (1 / 3, 2 / 3) if layers is None else tuple(layers)
     if len(chosen) == 2 and any(isinstance(bound, float) for bound in chosen):
         start, stop = chosen
         if not 0 <= start < stop <= 1:
-            raise SteeringError(f"Got the layers {layers!r}; {advice}")
+            raise OptionError(f"Got the layers {layers!r}; {advice}")
         first = min(round(start * count), count - 1)
         return tuple(range(first, max(round(stop * count), first + 1)))
     indices = {index for index in chosen if type(index) is int and 0 <= index < count}
     if not chosen or len(indices) != len(chosen):
-        raise SteeringError(f"Got the layers {layers!r} of a model of {count} layers; {advice}")
+        raise OptionError(f"Got the layers {layers!r} of a model of {count} layers; {advice}")
     return tuple(sorted(indices))
 
 
 def as_steering(steering: AskedSteering | None, *, with_knowledge: bool = False) -> Steering | None:
     """The requested steering times its alpha; `None` if there is none or it is zero.
 
-    An alpha of `None` means the default, without or with packs. Raises `SteeringError` for other types.
+    An alpha of `None` means the default, without or with packs. Raises `OptionError` for other types.
     """
     if isinstance(steering, tuple):
         if len(steering) != 2 or not isinstance(steering[0], Steering):
-            raise SteeringError(f"Got the steering {steering!r}; expected a Steering, or (Steering, alpha).")
+            raise OptionError(f"Got the steering {steering!r}; expected a Steering, or (Steering, alpha).")
         steering = steering[0].at_alpha(steering[1], with_knowledge=with_knowledge)
     if steering is not None and not isinstance(steering, Steering):
-        raise SteeringError(
+        raise OptionError(
             f"Got a steering of type {type(steering).__name__}; expected a Steering, or (Steering, alpha). Make one "
             "with `engine.make_steering(preset('formal'))`."
         )
@@ -351,14 +351,14 @@ def _checked(name: str, deltas: Deltas) -> dict[int, Tensor]:
     """The deltas by ascending layer, as private float32 copies to which torch refuses to write."""
     for layer, delta in deltas.items():
         if type(layer) is not int or layer < 0:
-            raise SteeringError(f"Got the layer {layer!r} under {name!r}; expected an index from 0 on.")
+            raise OptionError(f"Got the layer {layer!r} under {name!r}; expected an index from 0 on.")
         if delta.ndim != 2:
-            raise SteeringError(
+            raise OptionError(
                 f"The delta of layer {layer} under {name!r} has the shape {tuple(delta.shape)}; "
                 "expected (kv_heads, head_dim)."
             )
         if not bool(torch.isfinite(delta).all()):
-            raise SteeringError(f"The delta of layer {layer} under {name!r} is not finite; lower alpha or remake it.")
+            raise OptionError(f"The delta of layer {layer} under {name!r} is not finite; lower alpha or remake it.")
     # Adding zero turns -0.0 into 0.0, so that equal steerings have equal bytes.
     return {layer: deltas[layer].detach().to("cpu", torch.float32, copy=True) + 0.0 for layer in sorted(deltas)}
 
@@ -367,13 +367,13 @@ def _sum(mine: Deltas, theirs: Deltas) -> dict[int, Tensor]:
     for layer in mine.keys() & theirs.keys():
         shapes = tuple(mine[layer].shape), tuple(theirs[layer].shape)
         if shapes[0] != shapes[1]:
-            raise SteeringError(f"Deltas of layer {layer} have shapes {shapes}; expected steerings of one model.")
+            raise OptionError(f"Deltas of layer {layer} have shapes {shapes}; expected steerings of one model.")
     return {**mine, **{layer: mine[layer] + delta if layer in mine else delta for layer, delta in theirs.items()}}
 
 
 def _finite(factor: float, name: str) -> float:
     if not math.isfinite(factor):
-        raise SteeringError(f"Got {name}={factor!r}; expected a finite number.")
+        raise OptionError(f"Got {name}={factor!r}; expected a finite number.")
     return float(factor)
 
 
@@ -387,9 +387,9 @@ _ENVELOPE = Envelope("knowledge-pack-steering", "steering", ("3",))
 
 
 def save_steering(steering: Steering, path: str | Path) -> Path:
-    """Write `steering` to `path` atomically, replacing an existing file. Raises `SteeringError` for anything else."""
+    """Write `steering` to `path` atomically, replacing an existing file. Raises `OptionError` for anything else."""
     if not isinstance(steering, Steering):
-        raise SteeringError(f"Got {type(steering).__name__}; expected `save_steering(steering, path)`.")
+        raise OptionError(f"Got {type(steering).__name__}; expected `save_steering(steering, path)`.")
     return _ENVELOPE.save(path, *_content(steering))
 
 
@@ -418,14 +418,14 @@ def _content(steering: Steering) -> tuple[dict[str, object], dict[str, Tensor]]:
 def load_steering(path: str | Path) -> Steering:
     """Load the steering in `path` and check every digest; nothing is unpickled.
 
-    `Steering.check` tests at use whether it fits a model. Raises `SteeringError` for a file that is damaged, of another
+    `Steering.check` tests at use whether it fits a model. Raises `OptionError` for a file that is damaged, of another
     kind or of another version, `FileNotFoundError` if there is none.
     """
     return _steering(lambda: _ENVELOPE.load(path), str(path))
 
 
 def steering_of(data: bytes, name: str = "What was sent") -> Steering:
-    """The inverse of `steering_bytes`; raises `SteeringError`, which contains `name`, for any other bytes."""
+    """The inverse of `steering_bytes`; raises `OptionError`, which contains `name`, for any other bytes."""
     return _steering(lambda: _ENVELOPE.read(data), name)
 
 
@@ -449,7 +449,7 @@ def _steering(read: Callable[[], tuple[Any, dict[str, Tensor]]], file: str) -> S
             {name: str(value) for name, value in content["provenance"].items()},
         )
     except (PackError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise SteeringError(f"{file} is no intact steering: {error} Make it anew, or load another copy.") from error
+        raise OptionError(f"{file} is no intact steering: {error} Make it anew, or load another copy.") from error
 
 
 def _pair(numbers: list[float | None] | None) -> tuple[float, float] | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from kp_core.errors import ToolError
+from kp_core.errors import PromptError
 from kp_core.tools.logprobs import TokenLogprob
 
 __all__ = ["Delta", "JsonScan", "Tool", "ToolCall", "ToolCallDelta", "ToolChoice"]
@@ -22,7 +22,7 @@ _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 class Tool:
     """A function that a model may call; `parameters` is the JSON Schema of its arguments, an object.
 
-    Raises `ToolError` for other parameters.
+    Raises `PromptError` for other parameters.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Tool:
     def __post_init__(self) -> None:
         parameters = self.parameters
         if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-            raise ToolError(f"Got parameters {parameters!r} of {self.name!r}; expected a JSON Schema of an object.")
+            raise PromptError(f"Got parameters {parameters!r} of {self.name!r}; expected a JSON Schema of an object.")
         # Without a type, the schema would also accept a string.
         object.__setattr__(self, "parameters", {"type": "object", **parameters})
 
@@ -40,13 +40,13 @@ class Tool:
     def of(cls, tool: Mapping[str, Any] | Tool) -> Tool:
         """Read a tool from `{"type": "function", "function": {...}}`, or from the inner mapping alone.
 
-        Raises `ToolError` for anything else.
+        Raises `PromptError` for anything else.
         """
         if isinstance(tool, Tool):
             return tool
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise ToolError(
+            raise PromptError(
                 f"Got the tool {tool!r}; expected {{'type': 'function', 'function': {{'name': ..., 'description': ..., "
                 "'parameters': <JSON Schema>}}."
             )

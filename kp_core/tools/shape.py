@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
-from kp_core.errors import ToolError
+from kp_core.errors import PromptError
 from kp_core.tools.base import Tool, ToolChoice
 from kp_core.tools.formats import THINK, Thought, ToolFormat
 
@@ -43,29 +43,29 @@ class AnswerShape:
         schema: Mapping[str, Any] | bool | None = None,
         parallel: bool | None = None,
     ) -> AnswerShape:
-        """Read the shape from the options of a request; raises `ToolError` for contradictions."""
+        """Read the shape from the options of a request; raises `PromptError` for contradictions."""
         offered = tuple(Tool.of(tool) for tool in tools)
         names = [tool.name for tool in offered]
         if len(set(names)) < len(names):
-            raise ToolError(f"Got the tools {', '.join(names)}; expected a different name for each.")
+            raise PromptError(f"Got the tools {', '.join(names)}; expected a different name for each.")
         choices = ("auto", "none", "any", *names) if names else ("auto", "none")
         if choice not in choices:
-            raise ToolError(f"Got tool_choice={choice!r}; expected one of: {', '.join(choices)}.")
+            raise PromptError(f"Got tool_choice={choice!r}; expected one of: {', '.join(choices)}.")
         if schema is not None and choice not in ("auto", "none"):
-            raise ToolError(
+            raise PromptError(
                 f"Got response_schema with tool_choice={choice!r}; an answer is a call or an object, not both."
             )
         if schema is True:
             schema = {"type": "object"}
         if schema is not None and not isinstance(schema, Mapping):
-            raise ToolError(f"Got response_schema={schema!r}; expected a JSON Schema, or True for any object.")
+            raise PromptError(f"Got response_schema={schema!r}; expected a JSON Schema, or True for any object.")
         for name, candidate in (("response_schema", schema), *((tool.name, tool.parameters) for tool in offered)):
             if _is_deep(candidate):
-                raise ToolError(f"Got {name} nested more than {_DEEPEST} levels deep; expected a schema that is not.")
+                raise PromptError(f"Got {name} nested more than {_DEEPEST} levels deep; expected a schema that is not.")
             try:
                 json.dumps(candidate)
             except (TypeError, ValueError) as error:
-                raise ToolError(f"Got {name} that is no JSON ({error}); expected a JSON Schema.") from error
+                raise PromptError(f"Got {name} that is no JSON ({error}); expected a JSON Schema.") from error
         return cls(offered, choice, parallel, schema)
 
     @property

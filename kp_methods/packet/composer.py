@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kp_core.errors import FingerprintMismatchError, PackCorruptError, PackError, WrapperError
+from kp_core.errors import OptionError, PackCorruptError, PackError
 from kp_core.packs.envelope import Envelope, mapping
-from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint
+from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint, mismatch
 from kp_core.plan.composer import Arrangement, Host
 from kp_core.prompt.conversation import Turn
 from kp_core.prompt.prompt import Prompt, SoftTokens, Span
@@ -42,7 +42,7 @@ class PacketComposer(MeasuredComposer):
     are copied and their keys rotated, without a forward pass. Soft tokens take positions of the prompt, and count as
     approximate like their packs. A pack behind the prefix it was compiled for is exact and has no soft tokens.
     Approximate, and best on the kind of text that the wrapper was trained on: measure with `kp calibrate` before
-    you use it. Raises `WrapperError` for tensors of another shape, and for values that are not finite.
+    you use it. Raises `OptionError` for tensors of another shape, and for values that are not finite.
     """
 
     header: Tensor
@@ -59,7 +59,7 @@ class PacketComposer(MeasuredComposer):
     def load(cls, wrapper: str | Path = SHIPPED) -> PacketComposer:
         """The composer in a file, by default that of the bundled model, with its digest checked; nothing is unpickled.
 
-        `check` tests at use whether it fits a model. Raises `WrapperError` for a file that is missing, damaged or of
+        `check` tests at use whether it fits a model. Raises `OptionError` for a file that is missing, damaged or of
         another kind.
         """
         return cls._of(*read_signed(wrapper, _ENVELOPE))
@@ -70,12 +70,12 @@ class PacketComposer(MeasuredComposer):
             fingerprint = ModelFingerprint.from_dict(mapping(content["fingerprint"], "fingerprint"))
             return cls(tensors["header"], tensors["trailer"], fingerprint, mapping(content["training"], "training"))
         except (PackCorruptError, LookupError) as error:
-            raise WrapperError(
+            raise OptionError(
                 f"The file describes no wrapper: {error}. Train it anew, or load another copy."
             ) from error
 
     def save(self, path: str | Path) -> Path:
-        """Write the wrapper to `path` atomically, replacing an existing file; raises `WrapperError` if that fails."""
+        """Write the wrapper to `path` atomically, replacing an existing file; raises `OptionError` if that fails."""
         return write_signed(path, _ENVELOPE, *self._content)
 
     @property
@@ -105,12 +105,12 @@ class PacketComposer(MeasuredComposer):
         return hash(self.key)
 
     def check(self, fingerprint: ModelFingerprint) -> None:
-        """Raise `FingerprintMismatchError`, naming each differing field, unless it was trained for that model."""
+        """Raise `PackError`, naming each differing field, unless it was trained for that model."""
         differences = self.fingerprint.diff(fingerprint)
         identity = {name: difference for name, difference in differences.items() if name not in NUMERICS}
         if identity:
             advice = "Train one with `kp packet train`, or use another composer."
-            raise FingerprintMismatchError(f"The wrapper {self.id[:8]}", identity, "wrapper", advice)
+            raise mismatch(f"The wrapper {self.id[:8]}", identity, "wrapper", advice)
 
     def arrange(self, turns: Sequence[Turn], host: Host) -> Arrangement:
         """See `Composer.arrange`; raises as `check`."""
@@ -168,21 +168,21 @@ class PacketComposer(MeasuredComposer):
 def write_signed(
     path: str | Path, envelope: Envelope, content: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Path:
-    """`envelope.save`; raises `WrapperError` if writing fails, and then leaves an existing file unchanged."""
+    """`envelope.save`; raises `OptionError` if writing fails, and then leaves an existing file unchanged."""
     try:
         return envelope.save(path, content, tensors)
     except OSError as error:
-        raise WrapperError(
+        raise OptionError(
             f"{Path(path).absolute()} could not be written ({error.strerror or error}); what was there before is "
             "untouched. Make room, or name another place."
         ) from error
 
 
 def read_signed(path: str | Path, envelope: Envelope) -> tuple[Any, dict[str, Tensor]]:
-    """Read a file of `write_signed`; raises `WrapperError` for anything else."""
+    """Read a file of `write_signed`; raises `OptionError` for anything else."""
     try:
         return envelope.load(path)
     except FileNotFoundError as error:
-        raise WrapperError(f"There is no {path}. `kp packet train` makes one.") from error
+        raise OptionError(f"There is no {path}. `kp packet train` makes one.") from error
     except (PackError, ValueError, TypeError, AttributeError) as error:
-        raise WrapperError(f"{path} cannot be used: {error} Train it anew, or load another copy.") from error
+        raise OptionError(f"{path} cannot be used: {error} Train it anew, or load another copy.") from error

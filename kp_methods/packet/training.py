@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.engine import LocalEngine
-from kp_core.errors import ShortTextError, UnsupportedRequestError, WrapperError
+from kp_core.errors import OptionError, ShortTextError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.packs.envelope import Envelope
 from kp_core.packs.view import PackRef
@@ -69,7 +69,7 @@ _HELD = 8
 
 @dataclass(frozen=True)
 class PacketTraining:
-    """Settings of the training of soft tokens. Raises `WrapperError` for a value out of range."""
+    """Settings of the training of soft tokens. Raises `OptionError` for a value out of range."""
 
     soft: int = 8
     """Tokens of the header, and of the trailer."""
@@ -93,14 +93,14 @@ class PacketTraining:
     def __post_init__(self) -> None:
         for name in ("soft", "steps", "batch", "answer", "every", "patience"):
             if getattr(self, name) < 1:
-                raise WrapperError(f"Got {name}={getattr(self, name)}; expected at least 1.")
+                raise OptionError(f"Got {name}={getattr(self, name)}; expected at least 1.")
         if not (math.isfinite(self.rate) and self.rate > 0):
-            raise WrapperError(f"Got rate={self.rate}; expected a finite number > 0.")
+            raise OptionError(f"Got rate={self.rate}; expected a finite number > 0.")
         for name in ("documents", "tokens"):
             low, high = getattr(self, name)
             object.__setattr__(self, name, (low, high))  # A training record has lists.
             if not 1 <= low <= high:
-                raise WrapperError(f"Got {name}={low}-{high}; expected two numbers from 1 on, the smaller one first.")
+                raise OptionError(f"Got {name}={low}-{high}; expected two numbers from 1 on, the smaller one first.")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Sample:
 
 
 class Samples:
-    """Draws samples, each determined by its number, from documents; raises `WrapperError` for too few of them."""
+    """Draws samples, each determined by its number, from documents; raises `OptionError` for too few of them."""
 
     def __init__(self, session: Session, texts: Documents, settings: PacketTraining) -> None:
         self._session, self._settings = session, settings
@@ -133,7 +133,7 @@ class Samples:
             if len(ids) >= tokens[0]:
                 documents.append((title, text.strip() if len(ids) <= tokens[1] else decode(ids[: tokens[1]]).strip()))
         if len(documents) < 2 * most:
-            raise WrapperError(
+            raise OptionError(
                 f"Got {len(documents)} different documents of at least {tokens[0]} tokens (of {len(texts)}); expected "
                 f"at least {2 * most}, as a sample has up to {most} and as many are held out. Give more documents, or "
                 "lower --documents or --tokens."
@@ -151,16 +151,16 @@ class Samples:
     def draw(self, kind: str, number: int, count: int | None = None) -> Sample:
         """Draw sample `number` for `"train"`, or of the `"held"` out documents; with `count` documents, if given.
 
-        Raises `WrapperError` for too few held-out documents, and if none of 50 attempts fits.
+        Raises `OptionError` for too few held-out documents, and if none of 50 attempts fits.
         """
         if count is not None and count > len(self._pools[kind]):
-            raise WrapperError(f"Got {len(self._pools[kind])} documents that are held out; expected at least {count}.")
+            raise OptionError(f"Got {len(self._pools[kind])} documents that are held out; expected at least {count}.")
         for attempt in range(_TRIES):
             draw = random.Random(f"{self._settings.seed}/{kind}/{number}/{attempt}")  # noqa: S311 - not cryptography
             sample = self._made(draw, self._pools[kind], count)
             if sample is not None:
                 return sample
-        raise WrapperError(
+        raise OptionError(
             f"None of {_TRIES} samples fits: the tokenizer merges these documents with what stands around them, or "
             f"they are too long for the {self._session.max_positions} positions of the model."
         )
@@ -270,7 +270,7 @@ def train_wrapper(  # noqa: PLR0913
 
     A checkpoint beside `out` is written after each step and deleted at the end; the same call resumes from it. After
     `minutes`, the best soft tokens so far are written and the checkpoint stays. `about` goes to the training record.
-    Raises `WrapperError` for too few documents, a checkpoint of other
+    Raises `OptionError` for too few documents, a checkpoint of other
     settings, documents or model, and a full disk; `UnsupportedRequestError` for an engine other than Hugging Face's.
     """
     with _frozen(_model_of(session)):
@@ -423,7 +423,7 @@ class _Training:
         return copies | {name: torch.zeros_like(soft) for name in ("mean", "square")}
 
     def _resumed(self) -> dict[str, Tensor]:
-        """The tensors of the checkpoint; also goes on from its step. Raises `WrapperError` for another training."""
+        """The tensors of the checkpoint; also goes on from its step. Raises `OptionError` for another training."""
         content, tensors = read_signed(self._file, _CHECKPOINT)
         checkpoint, current = content["made"], self._made
         changed = [name for name in ("documents", "model") if checkpoint[name] != current[name]]
@@ -432,7 +432,7 @@ class _Training:
             if settings[name] != value:
                 changed.append(f"{name} (then {settings[name]}, now {value})")
         if changed:
-            raise WrapperError(
+            raise OptionError(
                 f"{self._file} is the checkpoint of another training: it differs in {', '.join(changed)}. Go on with "
                 "what it was begun with, delete it to begin anew, or name another --out."
             )

@@ -22,7 +22,7 @@ from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject, Num
 
 from kp_cli.sources import read_facts
 from kp_core.banks import Fact
-from kp_core.errors import MissingDependencyError, SourceError
+from kp_core.errors import FactError, MissingDependencyError
 
 
 def written(path: Path, content: str | bytes) -> Path:
@@ -108,20 +108,20 @@ BAD = {
 def test_what_cannot_be_read_is_named_by_file_and_line(tmp_path: Path, name: str) -> None:
     content, words = BAD[name]
     path = written(tmp_path / name, content)
-    with pytest.raises(SourceError) as raised:
+    with pytest.raises(FactError) as raised:
         list(read_facts(path))
     assert str(raised.value).startswith(str(path))
     assert words in str(raised.value)
-    skipped: list[SourceError] = []
+    skipped: list[FactError] = []
     good = list(read_facts([path, written(tmp_path / "good.txt", "good")], on_error="skip", skipped=skipped.append))
     assert good[-1].text == "good"
     assert [str(error) for error in skipped] == [str(raised.value)]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="There is no file"):
+    with pytest.raises(FactError, match="There is no file"):
         list(read_facts(tmp_path / "nothing.txt"))
-    with pytest.raises(SourceError, match="on_error='ignore'"):
+    with pytest.raises(FactError, match="on_error='ignore'"):
         read_facts(tmp_path, on_error="ignore")  # type: ignore[arg-type]
 
 
@@ -277,11 +277,11 @@ def test_tables_in_markdown_keep_their_lines_and_pipes(tmp_path: Path) -> None:
 
 def test_pages_without_text_and_locked_files_are_said(tmp_path: Path) -> None:
     scan = written(tmp_path / "scan.pdf", pdf("The first page.", picture=True))
-    with pytest.raises(SourceError, match=r"scan\.pdf, page 2: holds pictures and no text"):
+    with pytest.raises(FactError, match=r"scan\.pdf, page 2: holds pictures and no text"):
         list(read_facts(scan))
     assert [fact.text for fact in read_facts(scan, on_error="skip")] == ["The first page."]
     locked = written(tmp_path / "locked.pdf", pdf("Secret.", password="open"))  # noqa: S106 - of nothing
-    with pytest.raises(SourceError, match=r"locked\.pdf, page 1: is locked by a password"):
+    with pytest.raises(FactError, match=r"locked\.pdf, page 1: is locked by a password"):
         list(read_facts(locked))
 
 
@@ -318,10 +318,10 @@ def test_word(tmp_path: Path) -> None:
     ]
     whole, at = path.read_bytes(), zipfile.ZipFile(path).getinfo("word/document.xml").header_offset + 30 + 17
     broken = written(tmp_path / "broken.docx", whole[:at] + b"\xff" * 20 + whole[at + 20 :])
-    with pytest.raises(SourceError, match=r"broken\.docx, line 1: is not \.docx, or damaged"):
+    with pytest.raises(FactError, match=r"broken\.docx, line 1: is not \.docx, or damaged"):
         list(read_facts(broken))
     docx.Document().save(str(tmp_path / "empty.docx"))
-    with pytest.raises(SourceError, match=r"empty\.docx, line 1: holds no text"):
+    with pytest.raises(FactError, match=r"empty\.docx, line 1: holds no text"):
         list(read_facts(tmp_path / "empty.docx"))
 
 
@@ -416,7 +416,7 @@ def test_word_that_would_fill_the_memory_is_named(tmp_path: Path, old: bytes, ne
         for name in whole.namelist():
             made.writestr(name, whole.read(name).replace(old, new, 1), compresslevel=1)
     assert path.stat().st_size < 1_000_000
-    with pytest.raises(SourceError, match=rf"a\.docx, line 1: is not \.docx, or damaged \({said}\)"):
+    with pytest.raises(FactError, match=rf"a\.docx, line 1: is not \.docx, or damaged \({said}\)"):
         list(read_facts(path))
 
 
@@ -431,12 +431,12 @@ def test_other_encodings_are_read_when_they_are_named(tmp_path: Path, name: str,
 def test_an_encoding_that_is_none_is_refused_and_a_wrong_one_named(tmp_path: Path) -> None:
     path = written(tmp_path / "a.txt", "Käfer")
     for encoding in ("utf-9", "base64"):
-        with pytest.raises(SourceError, match=f"Got encoding='{encoding}'"):
+        with pytest.raises(FactError, match=f"Got encoding='{encoding}'"):
             read_facts(path, encoding=encoding)
-    with pytest.raises(SourceError, match="line 1: is not ascii"):
+    with pytest.raises(FactError, match="line 1: is not ascii"):
         list(read_facts(path, encoding="ascii"))
     for content in (b"\xff\xfea\0b", b"a\0b\0"):
-        with pytest.raises(SourceError, match="line 1: is not utf-16"):
+        with pytest.raises(FactError, match="line 1: is not utf-16"):
             list(read_facts(written(tmp_path / "b.txt", content), encoding="utf-16"))
 
 
@@ -489,7 +489,7 @@ def test_what_would_take_for_ever_is_named(tmp_path: Path) -> None:
     device.symlink_to("/dev/zero")
     deep = written(tmp_path / "deep.html", "<div>" * 100_000)
     for path, said in ((pipe, "a pipe or device"), (device, "a pipe or device"), (deep, "holds no text")):
-        with pytest.raises(SourceError, match=said):
+        with pytest.raises(FactError, match=said):
             list(read_facts(path))
     # In a folder they are not looked at.
     assert list(read_facts(tmp_path, on_error="skip")) == []

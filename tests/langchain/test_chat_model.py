@@ -16,9 +16,8 @@ from kp_core.engines.hf import loading
 from kp_core.errors import (
     ContextOverflowError,
     GenerationTimeoutError,
+    OptionError,
     PromptError,
-    SamplingError,
-    ToolError,
 )
 from kp_langchain import ChatKnowledgePacks, to_messages
 from tests.conftest import tiny_engine, until
@@ -115,9 +114,9 @@ def test_errors_come_through(tiny):
         tiny.invoke([HumanMessage([{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}])])
     with pytest.raises(ContextOverflowError):
         tiny.invoke(CHAT, max_tokens=10**6)
-    with pytest.raises(SamplingError, match="top_p"):
+    with pytest.raises(OptionError, match="top_p"):
         tiny.invoke(CHAT, top_p=7)
-    with pytest.raises(ToolError, match="expected one of: auto, none, any, f"):
+    with pytest.raises(PromptError, match="expected one of: auto, none, any, f"):
         tiny.bind_tools([{"name": "f", "description": "A tool."}], tool_choice="g")
     with pytest.raises(GenerationTimeoutError):
         tiny.invoke(CHAT, timeout=1e-9)

@@ -8,7 +8,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.tools import StructuredTool, tool
 from pydantic import BaseModel, Field
 
-from kp_core.errors import ToolError
+from kp_core.errors import PromptError
 from kp_langchain import ChatKnowledgePacks
 from kp_langchain.chat_model import response_schema
 from tests.conftest import tiny_engine
@@ -104,7 +104,7 @@ def test_any_object_and_openai_forms_are_schemas():
     assert response_schema({"type": "json_object"}) is True
     schema = {"title": "x", "type": "object", "properties": {}}
     assert response_schema({"type": "json_schema", "json_schema": {"schema": schema}}) == schema
-    with pytest.raises(ToolError, match="expected a Pydantic class"):
+    with pytest.raises(PromptError, match="expected a Pydantic class"):
         response_schema(3)
 
 

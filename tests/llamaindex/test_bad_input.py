@@ -10,10 +10,10 @@ from llama_index.core.tools import FunctionTool
 from pydantic import create_model
 
 from kp_core.errors import (
-    FingerprintMismatchError,
     GenerationTimeoutError,
+    PackError,
     PackNotFoundError,
-    ToolError,
+    PromptError,
 )
 from kp_llamaindex import KnowledgePackLLM
 from tests.conftest import tiny_engine, until
@@ -64,7 +64,7 @@ def test_a_handle_inside_a_fact_is_not_followed(store, handle):
 
 def test_a_pack_of_another_model(store, handle, caplog):
     other = tiny_engine(dtype=torch.bfloat16)
-    with pytest.raises(FingerprintMismatchError, match=r"dtype: pack has float32.*computed anew from its text"):
+    with pytest.raises(PackError, match=r"dtype: pack has float32.*computed anew from its text"):
         delivered(llm_in(store, "isles", engine=other), ChatMessage(handle))
     with caplog.at_level(logging.WARNING, "kp_core"):
         assert delivered(llm_in(store, "isles", engine=other, mismatch="rebuild"), ChatMessage(handle)) > 0
@@ -73,11 +73,11 @@ def test_a_pack_of_another_model(store, handle, caplog):
 
 def test_a_schema_that_no_grammar_expresses(tiny):
     odd = {"type": "object", "properties": {"x": {"type": "wave"}}, "required": ["x"]}
-    with pytest.raises(ToolError, match="wave"):
+    with pytest.raises(PromptError, match="wave"):
         tiny.chat([ChatMessage("Hi")], response_schema=odd)
     schema = create_model("Asked", __config__={"json_schema_extra": odd})
     tool = FunctionTool.from_defaults(lambda **_: "", name="ask", description="Ask.", fn_schema=schema)
-    with pytest.raises(ToolError, match="wave"):
+    with pytest.raises(PromptError, match="wave"):
         tiny.chat_with_tools([tool], "Hi", tool_required=True)
 
 

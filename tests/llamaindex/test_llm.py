@@ -17,9 +17,9 @@ from kp_core.engines.hf import loading
 from kp_core.errors import (
     ContextOverflowError,
     GenerationTimeoutError,
+    OptionError,
     PackNotFoundError,
     PromptError,
-    SamplingError,
 )
 from kp_llamaindex import KnowledgePackLLM, to_messages
 from tests.conftest import tiny_engine, until
@@ -129,7 +129,7 @@ def test_errors_come_through(tiny):
         tiny.chat([ChatMessage(blocks=[ImageBlock(url="https://example.com/a.png")])])
     with pytest.raises(ContextOverflowError):
         tiny.stream_chat(CHAT, max_tokens=10**6)
-    with pytest.raises(SamplingError, match="top_p"):
+    with pytest.raises(OptionError, match="top_p"):
         tiny.chat(CHAT, top_p=7)
     with pytest.raises(GenerationTimeoutError):
         tiny.model_copy(update={"timeout": 1e-9}).chat(CHAT)
@@ -164,7 +164,7 @@ def test_the_context_window_leaves_room_for_packs(tiny, store):
     kept = KnowledgePackLLM(engine=tiny.engine, store=store, namespaces=["default"])
     assert kept.metadata.context_window == positions - positions // 2
     assert kept.metadata.num_output < kept.metadata.context_window
-    with pytest.raises(SamplingError, match=f"less than the model's {positions} positions"):
+    with pytest.raises(OptionError, match=f"less than the model's {positions} positions"):
         _ = tiny.model_copy(update={"pack_budget": positions}).metadata
 
 

@@ -11,7 +11,7 @@ from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel, Field
 
 from kp_core import Delta, ToolCallDelta, load_engine
-from kp_core.errors import ToolError
+from kp_core.errors import PromptError
 from kp_llamaindex import KnowledgePackLLM, to_messages
 from kp_llamaindex.messages import PartialAnswer, to_completion
 from tests.conftest import tiny_engine
@@ -81,11 +81,11 @@ def test_a_forbidden_call_does_not_come(tiny):
 
 
 def test_bad_choices_and_tools(tiny):
-    with pytest.raises(ToolError, match="tool_choice='fetch'"):
+    with pytest.raises(PromptError, match="tool_choice='fetch'"):
         tiny.chat_with_tools([SEARCH], "Hi", tool_choice="fetch")
-    with pytest.raises(ToolError, match="expected 'auto', 'any', 'none' or the name of a tool"):
+    with pytest.raises(PromptError, match="expected 'auto', 'any', 'none' or the name of a tool"):
         tiny.chat_with_tools([SEARCH], "Hi", tool_choice={"type": "function"})
-    with pytest.raises(ToolError, match="different name"):
+    with pytest.raises(PromptError, match="different name"):
         tiny.chat_with_tools([SEARCH, SEARCH], "Hi")
     assert tiny.chat_with_tools([], "Hi", tool_required=True).message.content is not None
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kp_core import PackStore
-from kp_core.errors import UnsupportedRequestError, WrapperError
+from kp_core.errors import OptionError, UnsupportedRequestError
 from kp_core.packs import blobs
 from kp_methods import PacketComposer
 from kp_methods.packet.training import (
@@ -119,9 +119,9 @@ def test_an_interrupted_training_ends_with_the_same_bits(tmp_path, monkeypatch):
         train(out)
     assert not out.exists()
     monkeypatch.undo()
-    with pytest.raises(WrapperError, match=r"another training: it differs in rate \(then 0.05, now 0.1\)"):
+    with pytest.raises(OptionError, match=r"another training: it differs in rate \(then 0.05, now 0.1\)"):
         train(out, replace(SETTINGS, rate=0.1))
-    with pytest.raises(WrapperError, match="differs in documents"):
+    with pytest.raises(OptionError, match="differs in documents"):
         train(out, documents=DOCUMENTS[1:])
     assert file.exists()
     parts = train(out)
@@ -151,13 +151,13 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
         yield
 
     monkeypatch.setattr(blobs, "_stage", full)
-    with pytest.raises(WrapperError, match=r"could not be written \(No space left on device"):
+    with pytest.raises(OptionError, match=r"could not be written \(No space left on device"):
         train(out)
     assert file.read_bytes() == before
     assert sorted(each.name for each in tmp_path.iterdir()) == ["isles", "isles.training"]
     monkeypatch.undo()
     file.write_bytes(before[:-1])
-    with pytest.raises(WrapperError, match=r"isles.training cannot be used"):
+    with pytest.raises(OptionError, match=r"isles.training cannot be used"):
         train(out)
 
 
@@ -171,14 +171,14 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     ],
 )
 def test_too_few_documents_are_refused(documents, settings, message, tmp_path):
-    with pytest.raises(WrapperError, match=message):
+    with pytest.raises(OptionError, match=message):
         train(tmp_path / "out", settings, documents)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("wrong", [{"soft": 0}, {"rate": float("nan")}, {"documents": (4, 2)}, {"tokens": (0, 2)}])
 def test_settings_out_of_range_are_refused(wrong):
-    with pytest.raises(WrapperError, match=f"Got {next(iter(wrong))}="):
+    with pytest.raises(OptionError, match=f"Got {next(iter(wrong))}="):
         PacketTraining(**wrong)
     assert PacketTraining(**json.loads(json.dumps(asdict(SETTINGS)))) == SETTINGS
 

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kp_core.engines.hf.kinds import kind_of
-from kp_core.errors import UnsupportedModelError
+from kp_core.errors import ModelError
 
 WINDOW = 64
 """Tokens of every sliding window and attention chunk here."""
@@ -334,7 +334,7 @@ def kinds():
                 if kind not in VARIANTS:
                     kind_of(CONFIG_MAPPING[kind]())
                 found[kind] = kind_of(config_of(kind))
-            except UnsupportedModelError as error:
+            except ModelError as error:
                 found[kind] = str(error).partition(": ")[2].rstrip(".")
     return found
 

@@ -9,7 +9,7 @@ from langchain_core.messages import HumanMessage
 from llama_index.core.schema import TextNode
 
 from kp_core import Fact, MemoryFactStore
-from kp_core.errors import FactError, HandleError, ModelError, OptionError, PackError
+from kp_core.errors import FactError, ModelError, OptionError, PackError, PromptError
 from kp_langchain import (
     ChatKnowledgePacks,
     KnowledgePackRetriever,
@@ -92,7 +92,7 @@ def test_what_is_no_store_is_refused_at_once(store, retriever):
 def test_a_summarizer_refuses_what_is_no_engine_and_no_namespace(path):
     with pytest.raises(ModelError, match="Got a str as engine"):
         PackSummarizer("bundled", path)
-    with pytest.raises(HandleError, match="namespace"):
+    with pytest.raises(PromptError, match="namespace"):
         PackSummarizer(tiny_engine(), path, namespace="Not one")
 
 

@@ -5,7 +5,7 @@ from langchain_core.messages import HumanMessage
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
 from kp_core import Fact, Handle, MemoryFactStore, PackStore, find_handles
-from kp_core.errors import HandleError
+from kp_core.errors import PromptError
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, resolve_documents
 from kp_llamaindex import KnowledgePackPostprocessor
 from kp_llamaindex import KnowledgePackRetriever as NodeRetriever
@@ -137,5 +137,5 @@ def test_namespaces_are_refused_at_the_first_touch(store):
         lambda: NodeRetriever(held, store, namespace="Acme Corp"),
         lambda: KnowledgePackPostprocessor(engine=tiny_engine(), store=store, namespace="Acme Corp"),
     ):
-        with pytest.raises((HandleError, ValueError), match="'acme-corp'"):
+        with pytest.raises((PromptError, ValueError), match="'acme-corp'"):
             touch()

@@ -11,7 +11,7 @@ import kp_core.engines.hf.kinds
 from kp_core import PackStore, load_engine
 from kp_core.engines.hf.kinds import kind_of
 from kp_core.engines.hf.probe import probed
-from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
+from kp_core.errors import ModelError, UnsupportedRequestError
 from kp_core.steering import Steering
 from kp_methods.edit import amend, overwrite
 from tests.kits import NaiveComposer, tiny_tokenizer
@@ -165,8 +165,8 @@ def test_an_erratum_is_computed_behind_the_state_of_its_pack(tmp_path):
 
 def test_a_model_that_does_not_go_on_from_its_states_is_found_out(monkeypatch):
     """By name before its weights are read, and else by what it answers."""
-    with pytest.raises(UnsupportedModelError, match="in a place of its own"):
+    with pytest.raises(ModelError, match="in a place of its own"):
         kind_of(RecurrentGemmaConfig())
     monkeypatch.setattr(kp_core.engines.hf.kinds, "_UNFIT", {})
-    with pytest.raises(UnsupportedModelError, match="does not go on from the states"):
+    with pytest.raises(ModelError, match="does not go on from the states"):
         probed(model_of("mamba"))

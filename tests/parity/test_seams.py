@@ -7,7 +7,7 @@ from langchain_core.caches import InMemoryCache
 from pydantic import ValidationError
 
 from kp_core import Composer, Handle, ModelFingerprint, Packs, PackStore, Session, TokenStream
-from kp_core.errors import FingerprintMismatchError, ModelError, OptionError, UnsupportedRequestError
+from kp_core.errors import ModelError, OptionError, PackError, UnsupportedRequestError
 from kp_langchain import ChatKnowledgePacks
 from kp_llamaindex import KnowledgePackLLM
 from tests.conftest import tiny_engine
@@ -167,7 +167,7 @@ def test_a_composer_as_a_field_and_per_call(adapter, make, store):
 def test_packs_of_the_same_model_in_other_numerics(adapter, store):
     other = tiny_engine()
     fields, asked = composed(other, store, dtype="float16")
-    with pytest.raises(FingerprintMismatchError, match="dtype: pack has float16"):
+    with pytest.raises(PackError, match="dtype: pack has float16"):
         ask(adapter, asked, fields)
     with pytest.raises(OptionError, match=r"gone in 0\.3; 'rebuild' computes"):
         ask(adapter, asked, {**fields, "mismatch": "accept"})

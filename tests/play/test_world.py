@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kp_cli.play.world import MOST_CHARACTERS, World
-from kp_core.errors import SourceError
+from kp_core.errors import FactError
 from tests.conftest import roomy_engine
 
 MILL = "The mill of Veyl has four sails. Its miller is Greta Ashdown, who came from the north."
@@ -87,11 +87,11 @@ def test_what_is_no_document_changes_nothing(world, tmp_path, name, content, sai
     good, bad = tmp_path / "good.txt", tmp_path / name
     good.write_text("The good one.")
     bad.write_text(content)
-    with pytest.raises(SourceError, match=said) as caught:
+    with pytest.raises(FactError, match=said) as caught:
         list(world.add([good, bad]))
     assert world.documents == before
     assert str(tmp_path) not in str(caught.value)
-    with pytest.raises(SourceError, match="Got nothing"):
+    with pytest.raises(FactError, match="Got nothing"):
         list(world.paste("  \n"))
 
 

@@ -13,7 +13,7 @@ import pytest
 from kp_cli.app import run
 from kp_cli.play.world import SAMPLE, World
 from kp_core import load_engine
-from kp_core.errors import ModelError, UnsupportedModelError
+from kp_core.errors import ModelError
 from tests.conftest import DEMO
 from tests.kits import HashEmbedder
 
@@ -154,5 +154,5 @@ def test_what_packs_do_not_fit_into_is_refused():
     for wrong in ({"dtype": "float16"}, {"policy": "recompute"}):
         with pytest.raises(ModelError, match="as it was started"):
             check(**wrong)
-    with pytest.raises(UnsupportedModelError, match="2 kinds"):
+    with pytest.raises(ModelError, match="2 kinds"):
         check(groups=2)

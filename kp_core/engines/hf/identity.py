@@ -115,7 +115,7 @@ def fingerprint_of(
 def identity_of(source: str | Path, *, trust_remote_code: bool = False) -> ModelFingerprint:
     """The identity of a checkpoint from its files alone, for any engine; the numerics are `unknown`.
 
-    `source` is a folder or an id. Raises `ModelError`, and `TemplateError` without a chat template.
+    `source` is a folder or an id. Raises `ModelError`, and `PromptError` without a chat template.
     """
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     return fingerprint_of(source, tokenizer, ChatTemplate(tokenizer))

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 
 from kp_core.engines.hf.attention import Sees
 from kp_core.engines.local.buffer import BufferLayer, CacheShape, KVBuffer, StateShape
-from kp_core.errors import UnsupportedModelError
+from kp_core.errors import ModelError
 
 __all__ = [
     "PROBE",
@@ -111,7 +111,7 @@ class CacheKind:
 def kind_of(config: Any) -> CacheKind:  # noqa: ANN401
     """What an architecture caches, from its configuration.
 
-    Raises `UnsupportedModelError`, with the reason, for architectures that packs cannot serve: encoders, RoPE
+    Raises `ModelError`, with the reason, for architectures that packs cannot serve: encoders, RoPE
     frequencies that change with the length, and caches of an unknown kind.
     """
     name = getattr(config, "model_type", type(config).__name__)
@@ -150,7 +150,7 @@ def kind_of(config: Any) -> CacheKind:  # noqa: ANN401
                 reasons[f"it keeps {layer_type}, which is unknown here"] = True
     for reason, holds in reasons.items():
         if holds:
-            raise UnsupportedModelError(f"{name} cannot be served from packs: {reason}.")
+            raise ModelError(f"{name} cannot be served from packs: {reason}.")
     is_recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     # BLOOM always uses ALiBi.
     is_biased = any(getattr(part, "alibi", name == "bloom") for part in (text, getattr(text, "attn_config", None)))
@@ -305,7 +305,7 @@ def cache_parameter(model: Any) -> str:  # noqa: ANN401
 def measured_shape(model: Any, windows: Sequence[int | None]) -> CacheShape:  # noqa: ANN401
     """The shape of what a model caches, measured by a pass of `PROBE` tokens; `windows` is as in `CacheKind`.
 
-    Raises `UnsupportedModelError` if the model does not run with a cache, if a layer does not cache KV per token, and
+    Raises `ModelError` if the model does not run with a cache, if a layer does not cache KV per token, and
     if a model with recurrent states is on several devices.
     """
     config, device = model.config, model.device
@@ -314,9 +314,7 @@ def measured_shape(model: Any, windows: Sequence[int | None]) -> CacheShape:  # 
     try:
         model(input_ids=ids, **{cache_parameter(model): cache}, use_cache=True)
     except (TypeError, AttributeError, ValueError, LookupError) as error:
-        raise UnsupportedModelError(
-            f"{config.model_type} does not run with a cache of keys and values: {error}"
-        ) from error
+        raise ModelError(f"{config.model_type} does not run with a cache of keys and values: {error}") from error
     # The model's own cache drops tokens that left the window.
     tokens = [min(PROBE, window - 1) if window else PROBE for window in windows if window is not None]
     stored = [layer for layer, window in zip(cache.layers, windows, strict=True) if window is not None]
@@ -324,7 +322,7 @@ def measured_shape(model: Any, windows: Sequence[int | None]) -> CacheShape:  # 
     for index, (layer, length) in enumerate(zip(stored, tokens, strict=True)):
         key_shape, value_shape = (tuple(getattr(side, "shape", ())) for side in (layer.keys, layer.values))
         if len(key_shape) != 4 or key_shape[2] != length or key_shape[:3] != value_shape[:3]:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"Layer {index} of {config.model_type} caches no keys and values per token: after {PROBE} "
                 f"tokens its keys have shape {key_shape} and its values {value_shape}; expected (batch, kv_heads, "
                 f"{length}, head_dim)."
@@ -345,7 +343,7 @@ def measured_shape(model: Any, windows: Sequence[int | None]) -> CacheShape:  # 
     if len(set(devices)) == 1:
         return CacheShape(tuple(shapes), first_keys.dtype, first_keys.device, states)
     if states:
-        raise UnsupportedModelError(
+        raise ModelError(
             f"{config.model_type} keeps recurrent states, and its layers are on {len(set(devices))} devices; "
             "load it on one."
         )
@@ -355,7 +353,7 @@ def measured_shape(model: Any, windows: Sequence[int | None]) -> CacheShape:  # 
 class Network:
     """A model of transformers, in a view of its own, and the shape of what it caches.
 
-    Raises `UnsupportedModelError`, with the reason, for architectures that packs cannot serve.
+    Raises `ModelError`, with the reason, for architectures that packs cannot serve.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

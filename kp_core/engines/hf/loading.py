@@ -24,7 +24,7 @@ from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.probe import probed
 from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
 from kp_core.engines.local.engine import LocalEngine
-from kp_core.errors import MissingDependencyError, ModelChangedError, ModelError, UnsupportedModelError
+from kp_core.errors import MissingDependencyError, ModelError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan.request import refuse_unknown
 from kp_core.prompt.template import ChatTemplate
@@ -81,8 +81,8 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     to `from_pretrained`: `device_map`, `quantization_config`, `attn_implementation` (which the model then keeps),
     `revision`, `token`, `torch_dtype`.
 
-    Raises `OptionError` for unknown names, `ModelError` when loading fails, `UnsupportedModelError` for architectures
-    that packs cannot serve, `TemplateError` without a chat template.
+    Raises `OptionError` for unknown names, `ModelError` when loading fails, `ModelError` for architectures
+    that packs cannot serve, `PromptError` without a chat template.
     """
     refuse_unknown(loading, [*signature(load_session).parameters, *LOADING], "load_engine")
     source = bundled_model() if model is None else model
@@ -115,7 +115,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     def identity() -> ModelFingerprint:
         check()
         if files is not None and stamp_files(files) != stamp:
-            raise ModelChangedError(f"The files of {str(files)!r} changed after they were loaded. Make a new engine.")
+            raise ModelError(f"The files of {str(files)!r} changed after they were loaded. Make a new engine.")
         return fingerprint_of(files or loaded, hf_tokenizer, template, commit, causal.numerics)
 
     if cache_bytes is None:
@@ -140,7 +140,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
 
 
 def watched(model: PreTrainedModel) -> Callable[[], None]:
-    """A function that raises `ModelChangedError`, naming a module or tensor, once the owner has changed `model`.
+    """A function that raises `ModelError`, naming a module or tensor, once the owner has changed `model`.
 
     A call takes a fraction of a millisecond. It compares versions and addresses of tensors, some bytes of those on the
     CPU, the modules and the state of adapters. A write through `.data` to other bytes is not detected.
@@ -173,7 +173,7 @@ def watched(model: PreTrainedModel) -> Callable[[], None]:
             return
         names = [path for path, *_ in (*adapters, *tables)] + [*tensors] + [name for name, _ in samples]
         name = next(name for name, new, old in zip(names, now, before, strict=True) if new != old)
-        raise ModelChangedError(
+        raise ModelError(
             f"The model was changed while an engine runs it, first at {name!r}: its weights, its modules or the state "
             "of its adapters. The engine's packs and cache belong to the model as it was. `session.refresh()` "
             "takes it as it is now; or make a new engine with `load_engine(model, tokenizer=...)`, or undo the change "
@@ -241,7 +241,7 @@ def load(
 
     `loading` are arguments of `from_pretrained`, among those in `LOADING`. For a peft model, the result is the base
     model with the adapters inside. Code in a checkpoint runs only with `trust_remote_code`. Raises `ModelError`,
-    `UnsupportedModelError`, and `MissingDependencyError` if a package that reads the weights is not installed.
+    `ModelError`, and `MissingDependencyError` if a package that reads the weights is not installed.
     """
     options = {name: value for name, value in loading.items() if value is not None}
     dtypes = {_dtype(name) for name in (dtype, options.pop("torch_dtype", None)) if name is not None}
@@ -334,12 +334,12 @@ def name_of(model: object) -> str:
 def causal_lm(model: Any) -> PreTrainedModel:  # noqa: ANN401
     """The Hugging Face model that `model` is or, as a peft model, wraps.
 
-    Raises `ModelError` for other objects and for weights that are not in memory, `UnsupportedModelError` for models,
+    Raises `ModelError` for other objects and for weights that are not in memory, `ModelError` for models,
     adapters and quantisation that no engine can run.
     """
     for adapter in getattr(model, "peft_config", {}).values() if hasattr(model, "get_base_model") else ():
         if getattr(adapter, "is_prompt_learning", False) or getattr(adapter, "alora_invocation_tokens", None):
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"A {adapter.peft_type} adapter acts on positions of the prompt, so a pack would depend on where it "
                 "stands. Use one that acts on weights, such as LoRA."
             )
@@ -351,10 +351,10 @@ def causal_lm(model: Any) -> PreTrainedModel:  # noqa: ANN401
         )
     kind_of(base.config)
     if base.get_output_embeddings() is None:
-        raise UnsupportedModelError(f"{type(base).__name__} gives no logits; load it with `AutoModelForCausalLM`.")
+        raise ModelError(f"{type(base).__name__} gives no logits; load it with `AutoModelForCausalLM`.")
     quantised = next((name for name, part in base.named_modules() if "torch.ao." in type(part).__module__), None)
     if quantised:
-        raise UnsupportedModelError(
+        raise ModelError(
             f"{quantised} is quantised by torch.ao, which keeps no tensors to tell the model by. Pass the model in "
             "float32 or bfloat16, or a checkpoint that was quantised when it was saved."
         )

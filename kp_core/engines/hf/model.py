@@ -48,7 +48,7 @@ class CausalModel(Network):
     """Runs the forward passes of a Hugging Face causal LM over KV buffers.
 
     It computes as the model was loaded, one answer at a time; `hf.probe.probed` makes it use what works here. Raises
-    `UnsupportedModelError`, with the reason, for architectures that cannot continue from their cache.
+    `ModelError`, with the reason, for architectures that cannot continue from their cache.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -27,7 +27,7 @@ from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.packed import PackedLinear, pack_weights
 from kp_core.engines.hf.replay import Record, ReplayedRows, Replays, capturing
 from kp_core.engines.local.buffer import TILE, KVBuffer
-from kp_core.errors import UnsupportedModelError
+from kp_core.errors import ModelError
 from kp_core.kv import KVTensors
 from kp_core.threads import release_openmp_threads
 
@@ -58,7 +58,7 @@ def probed(network: PreTrainedModel, *, keep_attention: bool = False, graphs: bo
     """`network` as a model that computes as fast and as exactly as tests find that it can here.
 
     With `keep_attention`, it keeps the attention it was loaded with, which rounds differently. With `graphs`, short
-    passes on CUDA are captured and replayed, if that gives the same logits. Raises `UnsupportedModelError`, with the
+    passes on CUDA are captured and replayed, if that gives the same logits. Raises `ModelError`, with the
     reason, for architectures that cannot continue from their cache.
     """
     model = CausalModel(network)
@@ -115,7 +115,7 @@ def _check_states(model: CausalModel) -> None:
     # In bfloat16, a mixture of experts may choose another expert. A lost state changes the logits more.
     if not _logits_agree(model, resumed, expected, rounding=0.2):
         off = (torch.cat(resumed) - torch.cat(expected)).float().norm() / torch.cat(expected).float().norm()
-        raise UnsupportedModelError(
+        raise ModelError(
             f"{model.config.model_type} cannot be served from packs: with the installed transformers it does not go "
             f"on from the states of its recurrent layers (after {PROBE} tokens its logits are off by "
             f"{float(off):.0%})."

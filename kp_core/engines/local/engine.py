@@ -21,7 +21,7 @@ from kp_core.engines.local.model import Model
 from kp_core.engines.local.run import Run, match
 from kp_core.engines.local.scheduler import Decoding, Scheduler
 from kp_core.engines.local.tree import Node, PrefixTree
-from kp_core.errors import BusyError, ModelChangedError, ModelError
+from kp_core.errors import ModelError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan.engine import CAPABILITIES, TokenStream
@@ -111,7 +111,7 @@ class LocalEngine:
     def run(self, plan: Plan) -> TokenStream:
         """See `Engine.run`.
 
-        Raises `ToolError` for a grammar that cannot be compiled, `SamplingError` when no answer of the grammar fits
+        Raises `PromptError` for a grammar that cannot be compiled, `OptionError` when no answer of the grammar fits
         into the token budget, and `CacheBudgetError` for a request larger than `cache_bytes`.
         """
         self._check()
@@ -201,14 +201,14 @@ class LocalEngine:
         self.pool.clear()
 
     def refresh(self) -> None:
-        """Start to use the model as it is now. Raises `BusyError` while KV is pinned or in use.
+        """Start to use the model as it is now. Raises `ModelError` while KV is pinned or in use.
 
         Plans made before are refused.
         """
         self.clear_cache()
         with self.pool.turn(Limit()):  # A prompt that waits for its turn is then refused.
             if self.pool.used or not self.tree.is_empty:
-                raise BusyError(
+                raise ModelError(
                     "Answers are under way, or packs are pinned. End them, `unpin` the packs, and refresh then."
                 )
             if self._renew is not None:
@@ -226,7 +226,7 @@ class LocalEngine:
         """Prefill the prompt of `plan` into a buffer for `capacity` tokens; `logits` and `defers` are those of `Run`.
 
         Waits until the buffer fits into the budget. Raises `CacheBudgetError` if it can never fit, and `CancelledError`
-        at `limit`, and `ModelChangedError` if the model is not that of the plan.
+        at `limit`, and `ModelError` if the model is not that of the plan.
         """
         # One prompt at a time, so that a second prompt with the same beginning finds the KV of the first.
         with self.scheduler.coming(), self.pool.turn(limit):
@@ -286,10 +286,10 @@ class LocalEngine:
             run.close(tokens)
 
     def _refuse_old(self, plan: Plan) -> None:
-        """Raise `ModelChangedError` if the model changed since `plan` was made, which may have been long ago."""
+        """Raise `ModelError` if the model changed since `plan` was made, which may have been long ago."""
         self._check()
         if plan.model not in (None, self.identity):
-            raise ModelChangedError("The engine was refreshed after this request was planned. Ask again.")
+            raise ModelError("The engine was refreshed after this request was planned. Ask again.")
 
     def _forced(self, plan: Plan, stream: TokenStream) -> Iterator[int]:
         def scored() -> list[float]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kp_core.bundled import needing
-from kp_core.errors import SamplingError, ToolError
+from kp_core.errors import OptionError, PromptError
 from kp_core.tools import JsonScan
 from kp_core.tools.shape import refused_part
 
@@ -53,8 +53,8 @@ class Grammars:
     def constraint(self, grammar: str, room: int, *, opened: bool = False) -> Constraint:
         """A new constraint for `grammar`, for an answer of at most `room` tokens.
 
-        `opened` says that the prompt has begun a `<think>` block. Raises `ToolError` for a schema that cannot be
-        enforced, and `SamplingError` when no answer of the grammar fits into `room` tokens.
+        `opened` says that the prompt has begun a `<think>` block. Raises `PromptError` for a schema that cannot be
+        enforced, and `OptionError` when no answer of the grammar fits into `room` tokens.
         """
         with self._lock:
             matcher = self._compiled(grammar).deep_copy()
@@ -77,7 +77,7 @@ class Grammars:
         if reason := fault(grammar):
             where = refused_part(grammar, lambda part: not fault(part))
             reason = re.sub(r"^at [\d()]+: ", "", reason)
-            raise ToolError(
+            raise PromptError(
                 f"Got a JSON Schema that cannot be enforced{where and ' ' + where} ({reason}). Rewrite that part of "
                 "the schema of the tool or of the answer with types, enums, properties, items, anyOf and $ref."
             )
@@ -152,8 +152,8 @@ class Constraint:
     """Decides which tokens may come next in one answer, of which the prompt has begun to say `said`.
 
     The answer ends within `room` tokens, as long as an ending is known. Where none is found in time, the answer is held
-    to the grammar all the same, but may be cut off. Raises `ToolError` when the grammar needs text that contains a
-    control token, and `SamplingError` when a complete answer takes more than `room` tokens.
+    to the grammar all the same, but may be cut off. Raises `PromptError` when the grammar needs text that contains a
+    control token, and `OptionError` when a complete answer takes more than `room` tokens.
     """
 
     def __init__(self, grammars: Grammars, matcher: LLMatcher, room: int, said: str, grammar: str = "") -> None:
@@ -164,14 +164,14 @@ class Constraint:
         self._way: list[int] | None = []  # A known ending, if there is one.
         way = self._search(matcher, self._scan, said, room + _SPARE, room)
         if way is None and self._unwritable:
-            raise ToolError(
+            raise PromptError(
                 f"Got a schema or tool in which something reads like {self._unwritable!r}, a control token of this "
                 "model, so the model cannot write it. Give it another name."
             )
         if way is not None and len(way) > room:
             is_whole = len(way) <= room + _SPARE
             minimum = f"takes about {len(way)} at least" if is_whole else "was not found within that"
-            raise SamplingError(
+            raise OptionError(
                 f"Got room for {room} tokens; a complete answer of this schema {minimum}. Raise max_tokens, or ask for "
                 "less: fewer items, shorter strings, nothing that requires itself."
             )
@@ -180,11 +180,11 @@ class Constraint:
     def mask(self, scores: Tensor) -> Tensor:
         """`scores`, `(1, vocabulary)`, with minus infinity for the tokens that the grammar forbids.
 
-        Raises `SamplingError` when the grammar has become too complex to go on.
+        Raises `OptionError` when the grammar has become too complex to go on.
         """
         mask = self._matcher.compute_bitmask()
         if reason := self._matcher.get_error():  # The mask then allows nothing but the end.
-            raise SamplingError(
+            raise OptionError(
                 f"Got an answer that its grammar cannot follow any further ({reason.splitlines()[0]}). Simplify the "
                 "schema of the tools or of the answer: fewer choices in one place, shorter patterns."
             )

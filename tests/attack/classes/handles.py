@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 from kp_core import PackStore, find_handles, strip_handles
-from kp_core.errors import HandleError
+from kp_core.errors import PromptError
 from kp_core.packs.handle import Handle
 from tests.attack.harness import Case, WrongError, refused
 from tests.attack.mutate import text, value
@@ -112,7 +112,7 @@ def attack(folder: Path) -> Iterator[Case]:
             raise WrongError("a handle of another store resolves")
         try:
             guess = Handle("geo", "".join(draw.choice(sorted(_ID)) for _ in range(21)))
-        except HandleError as error:
+        except PromptError as error:
             raise WrongError("a well-formed handle was refused") from error
         if guess in store:
             raise WrongError("a guess resolves")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kp_core import KnowledgePack, PackStore
-from kp_core.errors import PackCorruptError, PackNotFoundError, QuotaError
+from kp_core.errors import PackCorruptError, PackError, PackNotFoundError
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey, Prefix
 from tests.attack.harness import Case, LostError, WrongError
@@ -165,7 +165,7 @@ class Packs(StoreMachine):
         self.ever.setdefault((self.store.handle(pack.text, pack.namespace), pack.key), []).append(pack)
         try:
             handle = self.store.put(pack)
-        except QuotaError:
+        except PackError:
             if self.max_bytes is None:
                 raise WrongError("a store without a bound was full") from None
             return

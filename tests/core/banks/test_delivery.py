@@ -31,7 +31,7 @@ from kp_core import (
 )
 from kp_core.banks.compiling import compile_facts, open_facts
 from kp_core.banks.delivery import Delivery, Unit
-from kp_core.errors import FactError, HandleError, OptionError, PackError, TemplateError
+from kp_core.errors import FactError, OptionError, PackError, PromptError
 from kp_core.events import subscribe
 from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.template import ChatTemplate
@@ -583,7 +583,7 @@ def test_a_position_that_no_text_can_have_is_an_error(tmp_path: Path) -> None:
     refusal = "{% if 'Know:' in messages[0]['content'] %}{{ raise_exception('Nothing to know.') }}{% endif %}"
     engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(refusal + CHATML))
     place: list[Message] = [{"role": "user", "content": "Know: {pack}"}]
-    with pytest.raises(TemplateError, match=r"Nothing to know\."):
+    with pytest.raises(PromptError, match=r"Nothing to know\."):
         compile_facts([Fact("One."), Fact("Two.")], engine, PackStore(tmp_path), compiled_for=place)
 
 
@@ -618,7 +618,7 @@ def test_namespaces_are_refused_at_the_first_touch(facts: MemoryFactStore, tmp_p
         lambda: PackStore(tmp_path).view("Acme Corp"),
         lambda: tiny_engine().build_pack("a", namespace="Acme Corp", lazy=True),
     ):
-        with pytest.raises(HandleError, match=r"Got the namespace 'Acme Corp'; expected .*, e\.g\. 'acme-corp'"):
+        with pytest.raises(PromptError, match=r"Got the namespace 'Acme Corp'; expected .*, e\.g\. 'acme-corp'"):
             touch()
     assert Fact("a", namespace="-" * 64).namespace == "-" * 64
 

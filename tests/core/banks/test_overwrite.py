@@ -14,7 +14,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from kp_core import ChromaFactStore, Fact, FactStore, MemoryFactStore, PackStore
 from kp_core.banks.delivery import Delivery
 from kp_core.banks.embed import as_embedder
-from kp_core.errors import BusyError, FactError
+from kp_core.errors import FactError, ModelError
 from tests.conftest import tiny_engine, until
 
 EMBEDDER = as_embedder(DeterministicFakeEmbedding(size=32))
@@ -103,7 +103,7 @@ def test_a_search_finds_where_background_work_finds_no_room(facts: FactStore, de
     facts.add(lines(3))
     engine, go = tiny_engine(), threading.Event()
     later = Delivery(facts, engine, delivery.store, kv="lazy", namespace="isles", precompile="idle")
-    with suppress(BusyError):
+    with suppress(ModelError):
         while True:
             engine.when_idle(lambda: go.wait(60) and None)
     assert [found.handle for found in later.search("Line 1.", 2)] == [None, None]

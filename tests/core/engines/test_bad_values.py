@@ -3,7 +3,7 @@
 import pytest
 
 from kp_core import Fact, MemoryFactStore
-from kp_core.errors import FactError, HandleError, OptionError, PromptError, SamplingError, ToolError
+from kp_core.errors import FactError, OptionError, PromptError
 from tests.conftest import tiny_engine
 from tests.kits import HashEmbedder
 
@@ -38,22 +38,22 @@ def test_integers_and_none_are_taken(options):
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"seed": 2**64}, SamplingError, "64 bits"),
-        ({"temperature": 10**400}, SamplingError, "temperature"),
-        ({"temperature": True}, SamplingError, "expected a number"),
-        ({"repetition_penalty": 10**400}, SamplingError, "repetition_penalty"),
-        ({"top_k": 2.5, "temperature": 1}, SamplingError, "top_k=2.5"),
-        ({"max_tokens": 3.0}, SamplingError, "max_tokens=3.0"),
-        ({"stop": [1]}, SamplingError, "stop"),
-        ({"timeout": "3"}, SamplingError, "timeout"),
+        ({"seed": 2**64}, OptionError, "64 bits"),
+        ({"temperature": 10**400}, OptionError, "temperature"),
+        ({"temperature": True}, OptionError, "expected a number"),
+        ({"repetition_penalty": 10**400}, OptionError, "repetition_penalty"),
+        ({"top_k": 2.5, "temperature": 1}, OptionError, "top_k=2.5"),
+        ({"max_tokens": 3.0}, OptionError, "max_tokens=3.0"),
+        ({"stop": [1]}, OptionError, "stop"),
+        ({"timeout": "3"}, OptionError, "timeout"),
         ({"view": "x"}, OptionError, "view='x'"),
         ({"cancel": 3}, OptionError, "cancel=3"),
         ({"packs": 0.5}, OptionError, "packs=0.5; expected a list"),
-        ({"packs": [0.5]}, HandleError, "0.5; expected a handle"),
+        ({"packs": [0.5]}, PromptError, "0.5; expected a handle"),
         ({"tools": 0.5}, OptionError, "tools=0.5; expected a list"),
-        ({"response_schema": {"enum": {1}}}, ToolError, "response_schema that is no JSON"),
-        ({"response_schema": DEEP}, ToolError, "100 levels"),
-        ({"tools": [{"name": "f", "parameters": DEEP}]}, ToolError, "100 levels"),
+        ({"response_schema": {"enum": {1}}}, PromptError, "response_schema that is no JSON"),
+        ({"response_schema": DEEP}, PromptError, "100 levels"),
+        ({"tools": [{"name": "f", "parameters": DEEP}]}, PromptError, "100 levels"),
     ],
     ids=range(16),
 )

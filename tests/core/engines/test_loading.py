@@ -22,7 +22,7 @@ from kp_core.engines.hf.identity import identity_of, load_tokenizer
 from kp_core.engines.hf.loading import bundled_model, load, load_session, watched
 from kp_core.engines.hf.probe import probed
 from kp_core.engines.local.buffer import KVBuffer, default_cache_bytes
-from kp_core.errors import FingerprintMismatchError, ModelChangedError, ModelError, UnsupportedModelError
+from kp_core.errors import ModelError, PackError
 from kp_core.packs.fingerprint import NUMERICS
 from kp_core.prompt.template import ChatTemplate
 from tests.kits import ARCHITECTURES, tiny_model, tiny_tokenizer
@@ -78,7 +78,7 @@ def test_the_dtype_of_loading_is_no_part_of_the_identity(tmp_path):
     one, other = (load_engine(tmp_path, device="cpu", dtype=dtype) for dtype in ("float32", "bfloat16"))
     assert one.fingerprint.diff(other.fingerprint) == {"dtype": ("float32", "bfloat16")}
     pack = one.build_pack(TEXT)
-    with pytest.raises(FingerprintMismatchError, match="by this model with other numerics"):
+    with pytest.raises(PackError, match="by this model with other numerics"):
         other.pin(pack)
 
 
@@ -298,7 +298,7 @@ def test_files_that_change_between_loading_and_digesting_are_noticed(tmp_path):
     assert engine.fingerprint == known
     engine = load_engine(tmp_path, device="cpu", dtype="float32")
     save(tmp_path, tiny_model("llama", seed=1))
-    with pytest.raises(ModelChangedError, match="changed after they were loaded"):
+    with pytest.raises(ModelError, match="changed after they were loaded"):
         engine.build_pack(TEXT)
     assert early.fingerprint == known
 
@@ -345,13 +345,13 @@ def test_adapters_are_part_of_the_identity():
 
 def test_packs_of_another_adapter_are_refused():
     pack = engine_of(with_lora(alpha=8)).build_pack(TEXT)
-    with pytest.raises(FingerprintMismatchError, match="adapters: pack has"):
+    with pytest.raises(PackError, match="adapters: pack has"):
         engine_of(with_lora(alpha=16)).generate("Who?", packs=[pack])
 
 
 def test_adapters_that_act_on_positions_are_refused():
     prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(UnsupportedModelError, match="acts on positions"):
+    with pytest.raises(ModelError, match="acts on positions"):
         engine_of(get_peft_model(tiny_model("llama"), prompts))
 
 
@@ -405,7 +405,7 @@ def test_a_model_that_changes_under_its_engine_is_refused(change):
     engine.generate(TEXT, max_tokens=1)
     change(model)
     for request in (lambda: engine.generate(TEXT, max_tokens=1), lambda: engine.build_pack(TEXT)):
-        with pytest.raises(ModelChangedError, match="make a new engine"):
+        with pytest.raises(ModelError, match="make a new engine"):
             request()
     engine_of(model)
 
@@ -414,7 +414,7 @@ def test_a_fingerprint_is_taken_of_the_model_that_was_loaded_or_not_at_all():
     model = with_lora()
     engine = engine_of(model)
     model.merge_adapter()
-    with pytest.raises(ModelChangedError):
+    with pytest.raises(ModelError):
         _ = engine.fingerprint
 
 
@@ -424,7 +424,7 @@ def test_reading_the_model_and_undoing_a_change_do_no_harm():
     before = engine.generate(TEXT, max_tokens=3)
     with model.disable_adapter():
         model.eval()(input_ids=torch.ones(1, 4, dtype=torch.long))
-        with pytest.raises(ModelChangedError, match="q_proj"):
+        with pytest.raises(ModelError, match="q_proj"):
             engine.generate(TEXT, max_tokens=3)
     model.train().requires_grad_(requires_grad=False)
     copy.deepcopy(model).to(torch.bfloat16)
@@ -438,7 +438,7 @@ def test_models_made_in_inference_mode_are_watched_as_far_as_may_be():
         check = watched(model)
         check()
         model.lm_head.weight.mul_(2)
-    with pytest.raises(ModelChangedError, match=r"lm_head\.weight"):
+    with pytest.raises(ModelError, match=r"lm_head\.weight"):
         check()
 
 
@@ -528,7 +528,7 @@ def test_weights_on_disk_are_refused(tmp_path):
 def test_dynamic_quantisation_is_refused():
     with warnings.catch_warnings(action="ignore"):
         quantised = quantize_dynamic(tiny_model("llama"), {torch.nn.Linear}, dtype=torch.qint8)
-    with pytest.raises(UnsupportedModelError, match=r"quantised by torch\.ao"):
+    with pytest.raises(ModelError, match=r"quantised by torch\.ao"):
         engine_of(quantised)
 
 
@@ -539,7 +539,7 @@ def test_what_is_no_model_is_named(model):
 
 
 def test_models_without_logits_are_refused():
-    with pytest.raises(UnsupportedModelError, match="gives no logits"):
+    with pytest.raises(ModelError, match="gives no logits"):
         engine_of(AutoModel.from_config(ARCHITECTURES["llama"]()))
 
 

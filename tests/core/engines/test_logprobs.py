@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kp_core import PackStore, Session, bundled_model
-from kp_core.errors import OptionError, SamplingError, UnsupportedRequestError
+from kp_core.errors import OptionError, UnsupportedRequestError
 from kp_core.tools.logprobs import scored_token, token_bytes
 from tests.conftest import roomy_engine, tiny_engine
 from tests.kits import tiny_model, tiny_tokenizer
@@ -147,7 +147,7 @@ def test_bytes_of_tokens_that_are_written_as_text():
     [{"logprobs": 5}, {"logprobs": "yes"}, {"top_logprobs": -1}, {"top_logprobs": 21}, {"top_logprobs": True}],
 )
 def test_bad_values_are_refused(options):
-    with pytest.raises(SamplingError, match=rf"Got {next(iter(options))}="):
+    with pytest.raises(OptionError, match=rf"Got {next(iter(options))}="):
         tiny_engine().generate("Hi", **options)
 
 

@@ -14,7 +14,7 @@ import torch
 
 import kp_core
 from kp_core import PackStore, Session, TokenStream
-from kp_core.errors import BusyError, ModelError, OptionError, UnsupportedRequestError
+from kp_core.errors import ModelError, OptionError, UnsupportedRequestError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import PackKey
 from kp_core.plan.plan import Sampling
@@ -298,7 +298,7 @@ def test_background_work_is_bounded_ends_with_the_session_and_reports_errors():
     first = session.when_idle(blocking)
     assert started.wait(10)
     waiting = [session.when_idle(lambda: None) for _ in range(64)]
-    with pytest.raises(BusyError, match="64 jobs wait already"):
+    with pytest.raises(ModelError, match="64 jobs wait already"):
         session.when_idle(lambda: None)
     closing = threading.Thread(target=session.close)
     closing.start()
@@ -307,7 +307,7 @@ def test_background_work_is_bounded_ends_with_the_session_and_reports_errors():
     first.result(10)
     assert all(job.cancelled() or job.done() for job in waiting)
     assert any(job.cancelled() for job in waiting)
-    with pytest.raises(BusyError, match="it was closed"):
+    with pytest.raises(ModelError, match="it was closed"):
         session.when_idle(lambda: None)
 
 
@@ -337,7 +337,7 @@ def test_work_that_was_cut_short_is_not_called_done():
     closing.start()
     release.set()
     closing.join(10)
-    with pytest.raises(BusyError, match="closed before this background work was done"):
+    with pytest.raises(ModelError, match="closed before this background work was done"):
         cut.result(10)
 
 
@@ -346,7 +346,7 @@ def test_kv_of_other_numerics_is_never_used(tmp_path):
     made = engine.build_pack("The harbour of Veyl had seven boats, two of them red.", namespace="isles")
     handle = store.put(replace(made, fingerprint=replace(made.fingerprint, engine="local/eager")))
     question, view = f"{handle}\n\nHow many?", store.view("isles")
-    with pytest.raises(kp_core.errors.FingerprintMismatchError, match="engine"):
+    with pytest.raises(kp_core.errors.PackError, match="engine"):
         engine.generate(question, view=view)
     with pytest.raises(kp_core.errors.OptionError, match=r"It is gone in 0\.3; 'rebuild' computes"):
         engine.generate(question, view=view, mismatch="accept")

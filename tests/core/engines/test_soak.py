@@ -24,8 +24,7 @@ from kp_core.errors import (
     GenerationTimeoutError,
     OptionError,
     PackNotFoundError,
-    SamplingError,
-    ToolError,
+    PromptError,
 )
 from tests.conftest import until
 from tests.kits import tiny_model, tiny_tokenizer
@@ -41,10 +40,10 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required
 PAIRS = [("The formal one.\n", "an 7 er"), ("the other, formal", "er er er 42")]
 BAD = [
     ({"nonsense": 1}, OptionError),
-    ({"temperature": -1}, SamplingError),
+    ({"temperature": -1}, OptionError),
     ({"max_tokens": 10_000}, CacheBudgetError),
     ({"packs": ["kp:default/" + "a" * 21]}, PackNotFoundError),
-    ({"response_schema": {"type": "nonsense"}}, ToolError),
+    ({"response_schema": {"type": "nonsense"}}, PromptError),
     ({"timeout": 1e-9}, GenerationTimeoutError),
 ]
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kp_core import Handle, find_handles, strip_handles
-from kp_core.errors import HandleError
+from kp_core.errors import PromptError
 from kp_core.packs.handle import handles_like, inert, mint
 from kp_core.session.reading import VisibleText
 
@@ -34,7 +34,7 @@ def test_other_texts_namespaces_and_secrets_have_other_handles(namespace, text, 
 )
 def test_what_is_no_handle_is_refused(text):
     assert find_handles(text) == []
-    with pytest.raises(HandleError, match="expected a handle"):
+    with pytest.raises(PromptError, match="expected a handle"):
         Handle.parse(text)
 
 
@@ -52,7 +52,7 @@ def test_handles_are_found_in_json_and_in_written_out_lists():
 
 @pytest.mark.parametrize("name", ["", "A", "a/b", "a.b", "..", "a" * 65, "ä", "a\n"])
 def test_bad_namespaces_are_refused(name):
-    with pytest.raises(HandleError, match="namespace"):
+    with pytest.raises(PromptError, match="namespace"):
         Handle(name, "a" * 21)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kp_core.errors import QuotaError
+from kp_core.errors import PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.entry import Entry
 from kp_core.packs.store import PackStore
@@ -183,7 +183,7 @@ def test_what_was_not_used_for_long_is_gone(three):
     assert [read(late, key) is None for key in keys] == [True, False, True]
     assert late.write(key_of(*handles, at=9), kv_of(9))
     assert len(files(store)) == 2
-    with pytest.raises(QuotaError, match="keep_seconds=0"):
+    with pytest.raises(PackError, match="keep_seconds=0"):
         PackStore(store.path, keep_seconds=0)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from kp_core.errors import QuotaError
+from kp_core.errors import PackError
 from kp_core.packs.entry import Entry
 from kp_core.packs.store import PackStore
 from tests.core.packs.made import FINGERPRINT, Watched, entry_of, files_of, make_pack, same, snapshot
@@ -41,19 +41,19 @@ def test_a_put_that_cannot_fit_changes_nothing(tmp_path):
     store = PackStore(tmp_path, max_bytes=9_000)
     store.put(make_pack("a", tokens=20))
     before = snapshot(store)
-    with pytest.raises(QuotaError, match=r"max_bytes is 9000.*without_kv"):
+    with pytest.raises(PackError, match=r"max_bytes is 9000.*without_kv"):
         store.put(make_pack("b", tokens=1_000))
     assert snapshot(store) == before
     store.put(make_pack("b", tokens=500, kv=None))
     lazy = [make_pack(f"lazy {index}", kv=None) for index in range(20)]
-    with pytest.raises(QuotaError):
+    with pytest.raises(PackError):
         list(map(store.put, lazy))
     assert store.nbytes <= 9_000
     assert all(store.get(handle).text for handle in store)
 
 
 def test_a_bound_must_be_positive(tmp_path):
-    with pytest.raises(QuotaError, match="max_bytes=0"):
+    with pytest.raises(PackError, match="max_bytes=0"):
         PackStore(tmp_path, max_bytes=0)
 
 

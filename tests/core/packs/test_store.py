@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kp_core import Packs, PackView
-from kp_core.errors import HandleError, OptionError, PackError, PackNotFoundError
+from kp_core.errors import OptionError, PackError, PackNotFoundError, PromptError
 from kp_core.packs.blobs import FolderBlobs
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
@@ -74,7 +74,7 @@ def test_the_text_ends_its_file_byte_for_byte(store):
 
 
 def test_text_that_is_not_unicode(store):
-    with pytest.raises(HandleError, match="not Unicode"):
+    with pytest.raises(PromptError, match="not Unicode"):
         store.put(make_pack("\ud800"))
     assert len(store) == 0
 

@@ -6,7 +6,7 @@ import pytest
 
 from kp_core import ChatTemplate, Fact, PackStore
 from kp_core.banks.compiling import compile_facts
-from kp_core.errors import TemplateError
+from kp_core.errors import PromptError
 from kp_core.prompt.sandbox import render
 from tests.conftest import tiny_engine
 from tests.core.prompt.test_control_tokens import controls
@@ -26,7 +26,7 @@ def test_a_template_does_not_get_out(source):
 
 
 def test_what_is_no_template_is_refused_at_load():
-    with pytest.raises(TemplateError, match="no template of Jinja"):
+    with pytest.raises(PromptError, match="no template of Jinja"):
         ChatTemplate(tiny_tokenizer("{% for %}"))
 
 

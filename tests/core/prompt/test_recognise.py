@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, Packs, PackStore, PackView, Prefix
-from kp_core.errors import FingerprintMismatchError
+from kp_core.errors import PackError
 from kp_core.packs.handle import find_handles, mint
 from kp_core.packs.recognise import Recogniser
 from kp_core.packs.view import PackRef
@@ -197,7 +197,7 @@ def test_what_cannot_be_used_is_text():
     class Strict(Shelf):
         def peek(self, found, key=None):
             if found == handle(OIL):
-                raise FingerprintMismatchError("The pack", {"weights": ("one", "another")})
+                raise PackError("The pack was not made by this model")
             return super().peek(found)
 
     shelf = Strict(LIGHT, OIL)

@@ -5,7 +5,7 @@ import pytest
 
 from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, PackStore, PackView, Prefix
 from kp_core import Packs as Store
-from kp_core.errors import PromptError, TemplateError
+from kp_core.errors import PromptError
 from kp_core.packs.view import PackRef, why_unresolved
 from kp_core.prompt.conversation import placed, text_of, unresolved
 from tests.core.prompt.families import FAMILIES
@@ -134,10 +134,10 @@ def test_verify_catches_a_prompt_that_is_not_the_single_pass():
     made = template("plain", merges=7)
     prompt = made.render(f"{HANDLE}\n\nWho?", view=Packs().view())
     broken = type(prompt)((*prompt.token_ids[:-2], 5, 6), prompt.spans, prompt.breaks, prompt.rendered)
-    with pytest.raises(TemplateError, match="single pass gives"):
+    with pytest.raises(PromptError, match="single pass gives"):
         made.verify(broken)
     shorter = type(prompt)(prompt.token_ids[:-1], prompt.spans, prompt.breaks, prompt.rendered)
-    with pytest.raises(TemplateError, match="tokens; the single pass"):
+    with pytest.raises(PromptError, match="tokens; the single pass"):
         made.verify(shorter)
 
 
@@ -425,7 +425,7 @@ def test_thinking_switch():
     off = made.text(made.render("Who?", thinking=False))
     assert off.endswith("<think>\n\n</think>\n\n")
     assert not made.text(made.render("Who?", thinking=True)).endswith("</think>\n\n")
-    with pytest.raises(TemplateError, match="no thinking switch"):
+    with pytest.raises(PromptError, match="no thinking switch"):
         template("plain").render("Who?", thinking=True)
 
 
@@ -465,7 +465,7 @@ def test_bad_requests_are_named():
         made.tokenise_pack(" \n")
     with pytest.raises(PromptError, match="exactly once"):
         made.tokenise_pack("x y", [{"role": "user", "content": "no place"}])
-    with pytest.raises(TemplateError, match="no chat template"):
+    with pytest.raises(PromptError, match="no chat template"):
         ChatTemplate(tiny_tokenizer(None))
     with pytest.raises(PromptError, match="collection of names"):
         PackView(Packs(), "ab")
@@ -560,7 +560,7 @@ def test_tool_results_that_a_template_drops_become_text():
 
 def test_other_messages_that_a_template_drops_are_refused():
     template = ChatTemplate(tiny_tokenizer("{{ messages[-1].content }}"))
-    with pytest.raises(TemplateError, match=r"leaves out message 0 \(user\): 'u0"):
+    with pytest.raises(PromptError, match=r"leaves out message 0 \(user\): 'u0"):
         template.render(_conversation("uau"))
 
 

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import steering_range
 from benchmarks.steering_range import Task, calibrate, main, repetition
 from kp_core import load_engine
-from kp_core.errors import SteeringError
+from kp_core.errors import OptionError
 from kp_core.steering import SteeringWarning, load_steering, save_steering
 from tests.conftest import tiny_engine
 
@@ -101,15 +101,15 @@ def test_every_task_is_asked_as_given():
     ("tasks", "alphas"), [([], [1]), (["Who?"], []), (["Who?"], [math.nan]), (["Who?"], [math.inf])]
 )
 def test_a_sweep_of_nothing_is_refused(tasks, alphas):
-    with pytest.raises(SteeringError, match="expected tasks and finite numbers"):
+    with pytest.raises(OptionError, match="expected tasks and finite numbers"):
         sweep(Spoken(), tasks=tasks, alphas=alphas)
 
 
 def test_tasks_and_scores_that_are_none_are_refused():
-    with pytest.raises(SteeringError, match=r"expected a list of them: \['Who\?'\]"):
+    with pytest.raises(OptionError, match=r"expected a list of them: \['Who\?'\]"):
         sweep(Spoken(), tasks="Who?")
     for wrong in (None, math.nan, "much"):
-        with pytest.raises(SteeringError, match="expected a finite number"):
+        with pytest.raises(OptionError, match="expected a finite number"):
             calibrate(
                 Spoken(), steering_of(tiny_engine()), ["Who?"], lambda _, it=wrong: it, alphas=[1], progress=False
             )

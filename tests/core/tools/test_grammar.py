@@ -14,7 +14,7 @@ from benchmarks.grammar import valid_answer
 from kp_core import Tool
 from kp_core.engines.local import grammar
 from kp_core.engines.local.grammar import Grammars
-from kp_core.errors import SamplingError, ToolError
+from kp_core.errors import OptionError, PromptError
 from kp_core.tools import AnswerShape, format_of
 from tests.conftest import tiny_engine
 from tests.kits import tiny_tokenizer
@@ -111,7 +111,7 @@ def test_every_combination_of_bounds_ends_and_validates_or_holds_nothing(thin):
     for at, part in enumerate(random.Random(5).sample(KINDS, len(KINDS))):
         try:
             valid_answer(thin, WRAPPED[at % 4](part), forced_call=at % 8 < 4, room=120)
-        except ToolError as error:
+        except PromptError as error:
             refused.append((part, str(error)))
     for part, reason in refused:
         assert "Unsatisfiable" in reason
@@ -244,7 +244,7 @@ def test_without_a_known_ending_an_answer_is_held_to_its_grammar(monkeypatch):
 
 def test_a_grammar_that_becomes_too_complex_is_an_error_and_no_answer():
     part = number("integer", minimum=1, maximum=10**9, multipleOf=604800)
-    with pytest.raises(SamplingError, match="grammar cannot follow any further"):
+    with pytest.raises(OptionError, match="grammar cannot follow any further"):
         tiny_engine().generate("Go.", response_schema=holding(part), max_tokens=40)
 
 
@@ -311,10 +311,10 @@ WRONG = {"not": {"type": "string"}}
     ],
 )
 def test_a_schema_that_is_refused_is_named_with_its_place(schema, place):
-    with pytest.raises(ToolError, match="of the answer's schema") as refused:
+    with pytest.raises(PromptError, match="of the answer's schema") as refused:
         tiny_engine().stream("Go.", response_schema=schema)
     assert f"{place} of" in str(refused.value)
-    with pytest.raises(ToolError, match="of the parameters of the tool 'bad'") as refused:
+    with pytest.raises(PromptError, match="of the parameters of the tool 'bad'") as refused:
         tiny_engine().stream("Go.", tools=[CLOCK, {"name": "bad", "parameters": schema}])
     assert f"{place} of" in str(refused.value)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.grammar import random_schema, valid_answer
 from kp_core import Request, TokenStream, Tool, load_engine
-from kp_core.errors import GenerationTimeoutError, SamplingError, ToolError
+from kp_core.errors import GenerationTimeoutError, OptionError, PromptError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.tools import THINK, AnswerReader, AnswerShape, HarmonyReader, ToolFormat, format_of, formats
 from kp_core.tools.formats import braced, tagged
@@ -314,7 +314,7 @@ def test_formats_are_told_by_their_templates():
     ],
 )
 def test_what_contradicts_itself_is_named(request_, complaint):
-    with pytest.raises(ToolError, match=complaint):
+    with pytest.raises(PromptError, match=complaint):
         assert Request.of(request_).shape
 
 
@@ -322,7 +322,7 @@ def test_what_contradicts_itself_is_named(request_, complaint):
     "schema", [{"type": "array", "uniqueItems": True}, {"not": {"type": "string"}}, {"$ref": "http://example.com/x"}]
 )
 def test_a_schema_that_cannot_be_enforced_is_named_before_any_compute(schema):
-    with pytest.raises(ToolError, match="cannot be enforced"):
+    with pytest.raises(PromptError, match="cannot be enforced"):
         tiny_engine().stream("Hi", response_schema={"type": "object", "properties": {"a": schema}})
 
 
@@ -412,7 +412,7 @@ def test_tools_on_show_are_not_called(smol):
 
 
 def test_room_too_small_for_the_schema_is_named(thin):
-    with pytest.raises(SamplingError, match="takes about"):
+    with pytest.raises(OptionError, match="takes about"):
         thin.generate("Hi", tools=[WEATHER], tool_choice="any", max_tokens=5)
 
 
@@ -453,7 +453,7 @@ def test_timeouts_end_a_generation(smol):
     with pytest.raises(GenerationTimeoutError, match=r"after 0\.01 s"):
         smol.generate("Tell a story.", timeout=0.01, max_tokens=400)
     assert smol.generate("Hi", timeout=600, max_tokens=2).usage.completion_tokens > 0
-    with pytest.raises(SamplingError, match="timeout"):
+    with pytest.raises(OptionError, match="timeout"):
         smol.generate("Hi", timeout=0)
 
 
@@ -483,7 +483,7 @@ LINKED = {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", **required(a={"
 def test_a_schema_without_an_end_in_the_room_is_refused_before_any_compute(schema, as_tool):
     tool = {"name": "f", "parameters": required(a=schema) if "$ref" not in schema else {**schema, "type": "object"}}
     asked = {"tools": [tool], "tool_choice": "any"} if as_tool else {"response_schema": schema}
-    with pytest.raises(SamplingError, match="Got room for 100 tokens"):
+    with pytest.raises(OptionError, match="Got room for 100 tokens"):
         tiny_engine().stream("Hi", max_tokens=100, **asked)
 
 
@@ -494,16 +494,16 @@ def test_parameters_that_do_not_say_that_they_are_an_object_are_held_to_be_one()
             asked = {"tools": [{"name": "f", "parameters": parameters}], "tool_choice": "any"}
             answer = engine.generate("Hi", temperature=1, seed=seed, max_tokens=120, **asked)
             assert [type(call.arguments) for call in answer.tool_calls] == [dict]
-    with pytest.raises(ToolError, match="JSON Schema of an object"):
+    with pytest.raises(PromptError, match="JSON Schema of an object"):
         Tool("f", "", {"type": "string"})
 
 
 @pytest.mark.parametrize("word", ["<|im_end|>", "<s>", "<|endoftext|>"])
 def test_what_the_model_cannot_write_is_named(word):
     for schema in (required(**{word: {"type": "integer"}}), required(a={"enum": [word]})):
-        with pytest.raises(ToolError, match=re.escape(f"reads like {word!r}")):
+        with pytest.raises(PromptError, match=re.escape(f"reads like {word!r}")):
             tiny_engine().stream("Hi", response_schema={"type": "object", **schema})
-    with pytest.raises(ToolError, match=re.escape(word)):
+    with pytest.raises(PromptError, match=re.escape(word)):
         tiny_engine().stream("Hi", tools=[{"name": word}], tool_choice="any")
 
 
