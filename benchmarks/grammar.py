@@ -26,7 +26,7 @@ from benchmarks import common
 from kp_core import Session
 from kp_core.errors import OptionError, PromptError
 
-__all__ = ["main", "random_schema", "run", "valid_answer"]
+__all__ = ["main", "random_schema", "run", "valid_answer", "validate"]
 
 _NAMES = ("city", "größe", "日本", "naïve", "count", "a b", "emoji😀", "kind", "数", "tags", '"quoted"', "back\\slash")
 _DEEPEST = 3
@@ -115,20 +115,22 @@ def _random_value(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def valid_answer(engine: Session, schema: dict[str, Any], *, forced_call: bool, room: int) -> Any:  # noqa: ANN401
-    """What the model answers; raises when it does not parse or does not validate.
-
-    Numbers are compared as decimals: 0.3 is no multiple of 0.1 in binary.
-    """
+    """What the model answers; raises when it does not parse or does not validate."""
     if forced_call:
         tool = {"name": "record", "description": "Records an example.", "parameters": schema}
         answer = engine.generate("Record an example.", tools=[tool], tool_choice="any", max_tokens=room)
         value: Any = dict(answer.tool_calls[0].arguments)
     else:
         value = json.loads(engine.generate("Give an example.", response_schema=schema, max_tokens=room).text)
+    validate(value, schema)
+    return value
+
+
+def validate(value: Any, schema: Any) -> None:  # noqa: ANN401 - any JSON
+    """Raise `ValidationError` unless `value` fits `schema`. Decimals, as 0.3 is no multiple of 0.1 in binary."""
     exact, exact_schema = (json.loads(json.dumps(each), parse_float=Decimal) for each in (value, schema))
     with localcontext(prec=1000):
         _VALIDATOR(exact_schema).validate(exact)
-    return value
 
 
 def overhead(engine: Session, repeats: int) -> tuple[float, float]:

@@ -167,10 +167,10 @@ def refused_part(grammar: str, compiles: Callable[[str], bool]) -> str:
             continue
         schema = json.loads(text)
         path = _faulty(schema, schema, compiles)
-        named = re.search(r'"(?:[^"\\]|\\.)*"', head)
-        tool = json.loads(named[0]) if named else schema.get("properties", {}).get("name", {}).get("const")
         if not head.startswith("call_"):
             return f"at {_pointer(path)} of the answer's schema"
+        named = re.search(r'"(?:[^"\\]|\\.)*"', head)
+        tool = json.loads(named[0]) if named else schema["properties"]["name"]["const"]
         return f"at {_pointer(path if named else path[2:])} of the parameters of the tool {tool!r}"
     return ""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jsonschema
 
-from benchmarks.grammar import random_schema
+from benchmarks.grammar import random_schema, validate
 from kp_core import Fact, Handle, MemoryFactStore, PackStore
 from kp_core.plan.request import OPTIONS
 from tests.attack.harness import Case, WrongError, refused
@@ -128,7 +128,7 @@ def attack(folder: Path) -> Iterator[Case]:
 
 def _validate(found: Any, schema: Any) -> None:
     try:
-        jsonschema.validate(found, schema)
+        validate(found, schema)
     except jsonschema.ValidationError as error:
         raise WrongError(f"{found!r} does not fit {schema!r}: {error.message}") from error
     except Exception:  # noqa: BLE001 - it may fail in any way on what is no schema

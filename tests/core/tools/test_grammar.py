@@ -184,6 +184,14 @@ def test_an_ending_is_found_where_forced_text_closes_one_string_and_opens_the_ne
         assert len(said) + len(constraint._way) <= room
 
 
+@pytest.mark.parametrize("name", [True, [2], "a", 0])
+def test_a_property_called_name_that_is_no_schema_is_refused_with_its_place(name):
+    schema = {"type": "object", "properties": {"name": name, "a": number(minimum=3, maximum=1)}, "required": ["a"]}
+    for given in (schema, {"type": "object", "properties": [name]}):
+        with pytest.raises(PromptError, match=r"at #.* of the answer's schema"):
+            tiny_engine().generate("Hi", response_schema=given, max_tokens=20)
+
+
 PAY = {"name": "pay", "parameters": holding(number(exclusiveMinimum=0))}
 WAIT = {"name": "wait", "parameters": holding(number("integer", multipleOf=99991, minimum=1))}
 NEVER = {"name": "never", "parameters": holding({"type": "array", "minItems": 3000})}
