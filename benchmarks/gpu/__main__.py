@@ -1,8 +1,8 @@
 """What the engine is worth on an accelerator: parity, speed at size, and which arithmetic is row-invariant there.
 
-For a bare machine: PyTorch, transformers, accelerate, peft and pytest, a checkout of this repository, no network and no
-weights of models, which are random. The parts run in this order, and each row is written as soon as it is measured, so
-that an interrupted run keeps its results. What cannot run is said in one line.
+For a bare machine: PyTorch, transformers, accelerate, peft, pytest and xxhash, a checkout of this repository, no
+network and no weights of models, which are random. The parts run in this order, and each row is written as soon as it
+is measured, so that an interrupted run keeps its results. What cannot run is said in one line.
 
 - parity: see `benchmarks.gpu.parity`
 - speed: see `benchmarks.gpu.speed`

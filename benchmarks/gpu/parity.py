@@ -32,7 +32,7 @@ from benchmarks.gpu.report import Report, local
 from kp_core import ExactComposer, Generation, PackStore, Session, load_engine
 from kp_core.engines.hf.replay import PLAIN_PASSES
 from kp_core.errors import ModelError, UnsupportedRequestError
-from kp_methods import SpliceComposer
+from kp_methods import SelectComposer, SpliceComposer
 from tests.kits import ARCHITECTURES, NaiveComposer, check_composer, tiny_model, tiny_tokenizer
 from tests.parity.families import QUICK, model_of
 
@@ -177,7 +177,7 @@ class _Answers:
 
     def _select(self) -> tuple[Generation, Generation]:
         packs = [self._engine.build_pack(text, compiled_for="system") for text in (_FACTS, _OTHER)]
-        options: dict[str, Any] = {"composer": "select:packs=1", "max_tokens": _TOKENS}
+        options: dict[str, Any] = {"composer": SelectComposer(packs=1), "max_tokens": _TOKENS}
         found = self._engine.generate(_ASKED, packs=packs, **options)
         read = [span.pack for span in found.prompt.spans]
         return found, self._engine.generate(_ASKED, packs=read, max_tokens=_TOKENS, reuse=False)

@@ -41,6 +41,7 @@ from benchmarks.disk import drop_from_page_cache
 from benchmarks.floor import Floor
 from benchmarks.gpu.report import Report, local, synchronise
 from kp_core import KnowledgePack, PackStore, Session, load_engine
+from kp_methods import SpliceComposer
 from tests.kits import tiny_tokenizer
 
 __all__ = ["LARGE", "SHAPES", "fitting", "run", "seconds_of"]
@@ -257,7 +258,7 @@ class _Shape:
         row: dict[str, Any] = {"shape": self._name, "packs": _PACKS, "tokens each": tokens}
         for _ in range(2):  # In the second round, the process has done all of it once.
             packs = [self._pack(tokens) for _ in range(_PACKS)]
-            for name, options in {"exact": {}, "splice": {"composer": "splice"}}.items():
+            for name, options in {"exact": {}, "splice": {"composer": SpliceComposer()}}.items():
                 self._engine.clear_cache()
                 for use in ("first", "again"):
                     row[f"{name}_{use}_s"] = self._ask(packs=packs, **options).usage.ttft_s

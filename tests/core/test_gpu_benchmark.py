@@ -19,7 +19,7 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.report import DeviceLostError, Report
 
 _ROOT = Path(__file__).parents[2]
-_INSTALLED = ("torch", "transformers", "accelerate", "peft", "pytest")
+_INSTALLED = ("torch", "transformers", "accelerate", "peft", "pytest", "xxhash")
 no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 
 
