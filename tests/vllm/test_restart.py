@@ -80,7 +80,7 @@ def test_a_damaged_pack_is_never_used(server, before):
     asked = f"{before.goats}\nHow many goats?"
     status, said = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": asked}]})
     assert (status, set(said)) == (500, {"error"}), said
-    # The store has set it aside, so it is computed from its text, and stored again.
+    # Its KV was deleted, so it is computed from its text, and stored again.
     assert server.chat(asked)[0] == before.right
     assert server.ask(f"/v1/packs/{before.goats}")[1]["compiled"]
 
@@ -91,9 +91,9 @@ def test_what_was_moved_is_loaded_and_goes_with_its_packs(server, before, questi
     assert again.usage.computed_tokens <= len(again.prompt) - again.prompt.spans[-1].stop
     # What stood between goes with a pack that is deleted, and is computed anew behind one that is compiled anew.
     lost = again.prompt.spans[1].handle
-    assert any(lost in entry.packs for entry in server.store.kept())
+    assert any(lost in entry.owners for entry, _ in server.store.kept())
     server.store.remove(Handle.parse(lost))
-    assert not any(lost in entry.packs for entry in server.store.kept())
+    assert not any(lost in entry.owners for entry, _ in server.store.kept())
     anew, _ = moved(before.both, questions)
     assert anew.text == before.expected.text
     assert anew.usage.computed_tokens > again.usage.computed_tokens
