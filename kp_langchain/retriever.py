@@ -67,11 +67,10 @@ class PackRetriever(BaseRetriever):
 
     _hints: ClassVar[Mapping[str, str]] = {}
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_names(cls, given: Any) -> Any:
-        refuse_unknown(given, cls.model_fields, cls.__name__, cls._hints)
-        return given
+    def __init__(self, **fields: Any) -> None:
+        # Here and not in a validator, because Pydantic would wrap the error.
+        refuse_unknown(fields, type(self).model_fields, type(self).__name__, self._hints)
+        super().__init__(**fields)
 
     @field_validator("store", mode="before")
     @classmethod

@@ -47,11 +47,10 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     lazy: bool = False
     _writing: asyncio.Lock = PrivateAttr(default_factory=asyncio.Lock)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_names(cls, given: Any) -> Any:
-        refuse_unknown(given, (*cls.model_fields, "model_name"), cls.__name__)
-        return given
+    def __init__(self, **fields: Any) -> None:
+        # Here and not in a validator, because Pydantic would wrap the error.
+        refuse_unknown(fields, (*type(self).model_fields, "model_name"), type(self).__name__)
+        super().__init__(**fields)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

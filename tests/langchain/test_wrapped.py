@@ -15,7 +15,7 @@ from langchain_core.stores import InMemoryStore
 from pydantic import ValidationError
 
 from kp_core import PackStore, find_handles
-from kp_core.errors import FactError
+from kp_core.errors import FactError, OptionError
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, pack_place
 from tests.conftest import tiny_engine, until
 from tests.langchain.conftest import PROMPT, join
@@ -353,7 +353,7 @@ def test_errors_say_what_to_do(collection, shelf):
         (lambda: KnowledgePackRetriever.from_retriever(collection, **parts(shelf)), FactError, "a LangChain retriever"),
         (
             lambda: KnowledgePackRetriever.from_retriever(collection.as_retriever(), k=3, **parts(shelf)),
-            ValidationError,
+            OptionError,
             r"no option 'k'\. The retriever inside searches: give it to that, e\.g\. `as_retriever\(search_kwargs=",
         ),
         (
