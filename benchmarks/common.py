@@ -9,6 +9,7 @@ import os
 import re
 import statistics
 import string
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from scipy.stats import quantile_test
 from transformers import AutoModelForCausalLM
 
 import kp_core
+from benchmarks import models
 
 __all__ = [
     "INSTRUCTION",
@@ -54,6 +56,7 @@ __all__ = [
 INSTRUCTION = "Answer the question with a few words, using the facts."
 """Stands before every question, whatever the knowledge comes as."""
 
+_NAMES = ", ".join(models.MODELS)
 _WIDTH = 120  # Of tables that go to a file.
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -92,7 +95,10 @@ def argument_parser(description: str | None, data: str) -> argparse.ArgumentPars
     parser.add_argument("--limit", type=int, metavar="N", help="use the first N rows of the data; default: all")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures to this file")
-    parser.add_argument("--model", help="Hugging Face id or folder; default: the bundled SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--model",
+        help=f"Hugging Face id, folder, or {', '.join(models.MODELS)}; default: the bundled SmolLM2-135M-Instruct",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     return parser
 
@@ -179,8 +185,16 @@ def mean(values: Iterable[float]) -> float:
 
 
 def model_path(arguments: argparse.Namespace) -> str:
-    """The model asked for, or the bundled one."""
-    return str(arguments.model or kp_core.bundled_model())
+    """The model asked for, or the bundled one; a name of `benchmarks.models` is fetched first.
+
+    Ends the process with one line where it cannot be had.
+    """
+    if arguments.model not in models.MODELS:
+        return str(arguments.model or kp_core.bundled_model())
+    try:
+        return str(models.model_folder(arguments.model))
+    except models.ModelMissingError as error:
+        sys.exit(f"Left out {arguments.model}: {error}")
 
 
 def load_engine(arguments: argparse.Namespace) -> kp_core.Session:

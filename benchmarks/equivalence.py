@@ -21,9 +21,9 @@ Each column is compared with text: output token ids, and the bits of the first l
   question only), `raw` (text without the chat template) and `split` (facts and question rendered in two template calls,
   so that a second default system header stands between them).
 
-`--sizes` adds packs of that many tokens from Wikipedia passages, for pack_text and pack_disk. `--model gemma` is the
-second real model (see `benchmarks.gemma`), with sizes by default that cross its windows. With `--answers` rows are kept
-in a file, and a run that was interrupted goes on.
+`--sizes` adds packs of that many tokens from Wikipedia passages, for pack_text and pack_disk. With `--model gemma` (see
+`benchmarks.models`) the sizes are by default such that they cross its windows. With `--answers` rows are kept in a
+file, and a run that was interrupted goes on.
 
 Scores: the first line that is not blank, normalised as SQuAD and HotpotQA do, against the gold answer, equal (strict
 EM) or by words shared (F1). EM is how often the first line at least contains the gold answer.
@@ -41,7 +41,6 @@ from typing import Any, NamedTuple
 from rich.progress import track
 
 from benchmarks import common
-from benchmarks.gemma import GemmaMissingError, gemma_model
 from benchmarks.ttft import knowledge
 from kp_core import Generation, Message, PackStore, PackView, Session
 
@@ -393,10 +392,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         arguments.model = None
     if arguments.model == "gemma":
         arguments.sizes = arguments.sizes or _GEMMA_SIZES
-        try:
-            arguments.model = str(gemma_model())
-        except GemmaMissingError as error:
-            parser.exit(2, f"Left out Gemma: {error}\n")
+    arguments.model = common.model_path(arguments)
     figures, strict = run(arguments)
     _show(figures, strict)
     common.write_json(arguments.json, figures)

