@@ -24,12 +24,13 @@ from llama_index.core.bridge.pydantic import Field
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
 from llama_index.core.schema import TextNode
+from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 from llama_index_instrumentation import get_dispatcher
 from rich.progress import track
 
 from benchmarks import common
-from kp_core import PackStore, Session
-from kp_llamaindex import KnowledgePackEmbedding, KnowledgePackLLM, KnowledgePackPostprocessor
+from kp_core import PackStore, Session, bundled_embedder
+from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor
 
 __all__ = ["main", "run"]
 
@@ -76,7 +77,7 @@ def ask_all(
         str(part): TextNode(text=str(part)) for example in examples for part in example.paragraphs if part.is_supporting
     }
     llm = KnowledgePackLLM(engine=engine, store=store, namespaces=(_NAMESPACE,), max_tokens=tokens)
-    index = VectorStoreIndex(list(nodes.values()), embed_model=KnowledgePackEmbedding())
+    index = VectorStoreIndex(list(nodes.values()), embed_model=HuggingFaceEmbedding(str(bundled_embedder())))
     packing = KnowledgePackPostprocessor(engine=engine, store=store, namespace=_NAMESPACE, precompile="now")
     packing.compile(nodes.values())
     usages = _Usages()

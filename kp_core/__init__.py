@@ -128,6 +128,7 @@ if not TYPE_CHECKING:  # Hidden from type checkers, so that they report names th
             return found
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
             return importlib.import_module(f"{__name__}.{name}")
-        if _METHODS.fullmatch(name):
-            raise ImportError(f"`kp_core.{name}` is gone in 0.3; composers and edits are in `kp_methods`.")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from kp_core.errors import no_attribute
+
+        instead = "composers and edits are in `kp_methods`" if _METHODS.fullmatch(name) else ""
+        return no_attribute(__name__, name, instead)

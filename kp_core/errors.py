@@ -130,9 +130,14 @@ _FOLDED = {
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name in _FOLDED:
-        raise ImportError(f"`kp_core.errors.{name}` is gone in 0.3; catch {_FOLDED[name]}.")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    no_attribute(__name__, name, f"catch {_FOLDED[name]}" if name in _FOLDED else "")
+
+
+def no_attribute(module: str, name: str, instead: str = "") -> NoReturn:
+    """Refuse a name that a module lacks; `instead` says what to use for one of an earlier release."""
+    if instead:
+        raise ImportError(f"`{module}.{name}` is gone in 0.3; {instead}.")
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 def gone(name: str, value: object = None) -> str:

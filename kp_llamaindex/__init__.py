@@ -5,10 +5,12 @@ It imports only LlamaIndex's core and this project's; models and facts load on f
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from kp_core.bundled import needing
+from kp_core.errors import no_attribute
 
 with needing("kp_llamaindex needs LlamaIndex", "llamaindex"):
-    from kp_llamaindex.embedding import KnowledgePackEmbedding
     from kp_llamaindex.llm import KnowledgePackLLM
     from kp_llamaindex.memory import KnowledgePackMemoryBlock
     from kp_llamaindex.messages import pack_place, to_messages
@@ -16,7 +18,6 @@ with needing("kp_llamaindex needs LlamaIndex", "llamaindex"):
     from kp_llamaindex.retriever import KnowledgePackPostprocessor, KnowledgePackRetriever
 
 __all__ = [
-    "KnowledgePackEmbedding",
     "KnowledgePackLLM",
     "KnowledgePackMemoryBlock",
     "KnowledgePackPostprocessor",
@@ -30,9 +31,8 @@ __all__ = [
 _PACKED = "use LlamaIndex's `VectorStoreIndex` with `KnowledgePackPostprocessor`"
 _GONE = dict.fromkeys(("KnowledgePackIndex", "KnowledgePackVectorStore"), _PACKED)
 _GONE["PackEvent"] = "use `kp_core.events.subscribe`"
+_GONE["KnowledgePackEmbedding"] = "use LlamaIndex's `HuggingFaceEmbedding(str(kp_core.bundled_embedder()))`"
 
 
-def __getattr__(name: str) -> object:
-    if name in _GONE:
-        raise ImportError(f"`kp_llamaindex.{name}` is gone in 0.3; {_GONE[name]}.")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> NoReturn:
+    no_attribute(__name__, name, _GONE.get(name, ""))

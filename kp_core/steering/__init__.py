@@ -1,5 +1,8 @@
 """Steering: changes how a model speaks by adding to cached values, without extra tokens or forward passes."""
 
+from typing import NoReturn
+
+from kp_core.errors import no_attribute
 from kp_core.steering.presets import preset, preset_about, preset_names
 from kp_core.steering.value import (
     AskedSteering,
@@ -39,9 +42,5 @@ __all__ = [
 _GONE = ("Calibration", "CalibrationRow", "Task", "calibrate", "likeness", "repetition")
 
 
-def __getattr__(name: str) -> object:
-    if name in _GONE:
-        raise ImportError(
-            f"`kp_core.steering.{name}` is gone in 0.3; use `benchmarks.steering_range` of the repository."
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> NoReturn:
+    no_attribute(__name__, name, "use `benchmarks.steering_range` of the repository" if name in _GONE else "")

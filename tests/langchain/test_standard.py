@@ -3,14 +3,12 @@
 import pytest
 from langchain_tests.integration_tests import (
     ChatModelIntegrationTests,
-    EmbeddingsIntegrationTests,
     RetrieversIntegrationTests,
 )
-from langchain_tests.unit_tests import ChatModelUnitTests, EmbeddingsUnitTests
+from langchain_tests.unit_tests import ChatModelUnitTests
 
-from kp_core import SentenceTransformerEmbedder, bundled_model
-from kp_core.banks.embed import as_embedder
-from kp_langchain import ChatKnowledgePacks, KnowledgePackEmbeddings, KnowledgePackRetriever
+from kp_core import bundled_model
+from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever
 from tests.conftest import roomy_engine
 
 
@@ -123,27 +121,6 @@ class TestRetriever(RetrieversIntegrationTests):
         return "What bird is on the flag?"
 
 
-class TestEmbeddingsUnit(EmbeddingsUnitTests):
-    @property
-    def embeddings_class(self):
-        return KnowledgePackEmbeddings
-
-
-class TestEmbeddings(EmbeddingsIntegrationTests):
-    @pytest.fixture(autouse=True)
-    def _parts(self, embedder):
-        self.parts = {"embedder": embedder}
-
-    @property
-    def embeddings_class(self):
-        return KnowledgePackEmbeddings
-
-    @property
-    def embedding_model_params(self):
-        return self.parts
-
-    def test_vectors_are_those_of_fact_stores(self, embedder, facts):
-        embeddings, texts = KnowledgePackEmbeddings(embedder), [fact.text for fact in facts[:3]]
-        assert embeddings.embed_documents(texts) == embedder.embed(texts).tolist()
-        assert embeddings.embed_documents([]) == []
-        assert as_embedder(embeddings).name == SentenceTransformerEmbedder().name == embeddings.model_name
+def test_what_left_is_refused_by_name():
+    with pytest.raises(ImportError, match=r"`kp_langchain.KnowledgePackEmbeddings` is gone in 0.3; docs/vector-stores"):
+        exec("from kp_langchain import KnowledgePackEmbeddings")  # noqa: S102 - as a user writes it

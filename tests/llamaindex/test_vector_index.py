@@ -128,6 +128,7 @@ def test_what_left_is_refused_by_name():
         ("KnowledgePackIndex", "VectorStoreIndex"),
         ("KnowledgePackVectorStore", "VectorStoreIndex"),
         ("PackEvent", "kp_core.events.subscribe"),
+        ("KnowledgePackEmbedding", "HuggingFaceEmbedding"),
     ):
         with pytest.raises(ImportError, match=rf"`kp_llamaindex.{name}` is gone in 0.3; use .*{instead}"):
             exec(f"from kp_llamaindex import {name}")  # noqa: S102 - as a user writes it
