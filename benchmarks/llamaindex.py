@@ -56,7 +56,7 @@ class _Usages(BaseEventHandler):
     def handle(self, event: Any, **_: Any) -> None:  # noqa: ANN401
         if isinstance(event, LLMChatEndEvent) and event.response is not None:
             raw: Any = event.response.raw
-            self.seen.append(raw["usage"])
+            self.seen.append(raw["kp"])
 
 
 class _Searching(KnowledgePackLLM):
@@ -124,11 +124,7 @@ async def follow(engine: Session, store: PackStore, passages: Sequence[str], con
     )
     engine.clear_cache()
     handler = agent.run("Read all there is about the question.", max_iterations=len(passages))
-    steps = [
-        {**event.raw["usage"], "ttft_s": event.raw["timings"]["ttft_s"]}
-        async for event in handler.stream_events()
-        if isinstance(event, AgentStream) and event.raw
-    ]
+    steps = [event.raw["kp"] async for event in handler.stream_events() if isinstance(event, AgentStream) and event.raw]
     await handler
     return steps[: len(passages)]
 

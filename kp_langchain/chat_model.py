@@ -25,12 +25,12 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel
 
-from kp_core import Composer, find_handles, strip_handles
+from kp_core import Composer, find_handles
 from kp_core.errors import PromptError
-from kp_core.prompt.conversation import text_of
+from kp_core.prompt.conversation import to_turns
 from kp_core.settings import MODEL_OPTIONS, ModelSettings, core_choice, core_role
 from kp_core.tools import AnswerShape
-from kp_langchain.messages import PROVIDER, last_chunk, to_chunk, to_messages, to_result
+from kp_langchain.messages import PROVIDER, last_chunk, overflows, to_chunk, to_messages, to_result
 
 __all__ = ["ChatKnowledgePacks", "response_schema"]
 
@@ -46,9 +46,10 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     follow those of the field. A grammar holds calls and structured output to their schema, so they always parse; a
     schema that it cannot express raises `PromptError`.
 
-    `usage_metadata.input_tokens` leaves out tokens that packs delivered, so a summariser that watches it does not react
-    to knowledge. `input_token_details.cache_read` counts sent tokens that were certainly reused.
-    `response_metadata["kp"]` holds all counts of `kp_core.Usage`.
+    `usage_metadata.input_tokens` counts what the model reads, packs included, and `input_token_details.cache_read` what
+    of it came from packs and caches. `response_metadata["kp"]` holds all counts of `kp_core.Usage`, as what was sent.
+
+    Raises `ContextOverflowError`, which is that of the core and LangChain's, for more tokens than the model has.
     """
 
     max_retries: int | None = None
@@ -89,10 +90,13 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         return LangSmithParams(**{**params, "ls_provider": PROVIDER, "ls_model_name": model_name})
 
     def _resolve_model_profile(self) -> ModelProfile:
-        # Only an engine knows `max_input_tokens`; a model's id alone does not load one.
-        sizes = {} if self.engine is None else {"max_input_tokens": self.engine.max_positions}
         flags = dict.fromkeys(("text_inputs", "text_outputs", "tool_calling", "structured_output"), True)
-        return cast("ModelProfile", {**flags, **sizes})
+        limit = None if self.engine is None else self.engine.max_positions
+        if self.engine is None and self.base_url is None:  # A server would have to be asked.
+            from kp_core.engines.hf.loading import positions
+
+            limit = positions(self.model)
+        return cast("ModelProfile", flags if limit is None else {**flags, "max_input_tokens": limit})
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of `text` in the model's own tokenizer."""
@@ -103,7 +107,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         messages: list[BaseMessage],
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool] | None = None,
     ) -> int:
-        """Number of tokens that `messages` and `tools` send, without packs, as in `usage_metadata.input_tokens`.
+        """Number of tokens that the model reads for `messages` and `tools`, as in `usage_metadata.input_tokens`.
 
         Messages that the chat template refuses, e.g. a part of a conversation, are counted as plain text.
         """
@@ -113,12 +117,11 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         render = partial(self._engine().template.render, placement=options.placement, compact=options.compact)
         core_messages = to_messages(messages)
         try:
-            prompt = render(core_messages, view=self._view(), shape=shape)
+            return len(render(core_messages, view=self._view(), shape=shape))
         except PromptError:  # `trim_messages` also counts parts of conversations, which some templates refuse.
             calls = [json.dumps(message["tool_calls"]) for message in core_messages if "tool_calls" in message]
-            texts = [strip_handles(text_of(message)) for message in core_messages]
+            texts = [turn.content for turn in to_turns(core_messages, self._view())]
             return sum(len(self.get_token_ids(text)) for text in (*texts, *calls))
-        return len(prompt) - prompt.pack_tokens
 
     def resolves(self, handle: str, role: str = "system") -> bool:
         """Whether `handle` is that of a pack that this model may use from a message of `role`."""
@@ -199,7 +202,9 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         request, model = self._request(stop, kwargs), kwargs.get("model")
-        return to_result(self._engine(model).generate(to_messages(messages), **request), model or self.model_name)
+        with overflows():
+            generation = self._engine(model).generate(to_messages(messages), **request)
+        return to_result(generation, model or self.model_name)
 
     def _stream(
         self,
@@ -209,7 +214,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         request, model = self._request(stop, kwargs), kwargs.get("model")
-        with closing(self._engine(model).stream(to_messages(messages), **request)) as stream:
+        with overflows(), closing(self._engine(model).stream(to_messages(messages), **request)) as stream:
             for delta in stream.deltas():
                 chunk = to_chunk(delta)
                 if run_manager:
@@ -226,7 +231,9 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     ) -> ChatResult:
         request, model = self._request(stop, kwargs), kwargs.get("model")
         engine = await asyncio.to_thread(self._engine, model)
-        return to_result(await engine.agenerate(to_messages(messages), **request), model or self.model_name)
+        with overflows():
+            generation = await engine.agenerate(to_messages(messages), **request)
+        return to_result(generation, model or self.model_name)
 
     async def _astream(
         self,
@@ -237,14 +244,15 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         request, model = self._request(stop, kwargs), kwargs.get("model")
         engine = await asyncio.to_thread(self._engine, model)
-        async with aclosing(engine.astream(to_messages(messages), **request)) as stream:
-            async for delta in stream.deltas():
-                chunk = to_chunk(delta)
-                if run_manager:
-                    await run_manager.on_llm_new_token(delta.text, chunk=chunk)
-                yield chunk
-            if stream.generation is not None:
-                yield last_chunk(stream.generation, model or self.model_name)
+        with overflows():
+            async with aclosing(engine.astream(to_messages(messages), **request)) as stream:
+                async for delta in stream.deltas():
+                    chunk = to_chunk(delta)
+                    if run_manager:
+                        await run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                    yield chunk
+                if stream.generation is not None:
+                    yield last_chunk(stream.generation, model or self.model_name)
 
     def _request(self, stop: list[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
         """The fields, overridden by the options of one call. Packs of both are used, the field's first."""

@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from langchain_core import exceptions
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ChatMessage, HumanMessage, ToolMessage
 from langchain_core.messages import tool as tool_messages
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 
-from kp_core import Delta, Generation, TokenLogprob
+from kp_core import Delta, Generation, TokenLogprob, errors
 from kp_core.errors import PromptError
 from kp_core.prompt.conversation import Message, slotted, text_of, tool_call
 from kp_core.settings import core_role
 
-__all__ = ["PROVIDER", "last_chunk", "pack_place", "to_chunk", "to_messages", "to_result"]
+__all__ = [
+    "PROVIDER",
+    "ContextOverflowError",
+    "last_chunk",
+    "overflows",
+    "pack_place",
+    "to_chunk",
+    "to_messages",
+    "to_result",
+]
 
 PROVIDER = "knowledge_packs"
+
+
+class ContextOverflowError(errors.ContextOverflowError, exceptions.ContextOverflowError):
+    """The core's error as LangChain's of that name, for which its middlewares look."""
+
+
+@contextmanager
+def overflows() -> Iterator[None]:
+    """Raise the core's `ContextOverflowError` as one that is also LangChain's."""
+    try:
+        yield
+    except errors.ContextOverflowError as error:
+        raise ContextOverflowError(error.prompt_tokens, error.max_tokens, error.limit) from error
 
 
 def to_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
@@ -109,14 +133,14 @@ def _reasoning(text: str) -> dict[str, Any]:
 
 
 def _about(generation: Generation, model_name: str) -> dict[str, Any]:
-    """What a message says of its generation. Tokens that packs delivered were not sent, so they are not counted."""
+    """What a message says of its generation. Input is what the model reads, packs included."""
     usage = generation.usage
     metadata: dict[str, Any] = {"model_name": model_name, "model_provider": PROVIDER}
     metadata |= {"finish_reason": generation.finish_reason, "kp": usage.to_dict()}
     counts = UsageMetadata(
-        input_tokens=usage.prompt_tokens,
+        input_tokens=usage.prompt_tokens + usage.pack_tokens,
         output_tokens=usage.completion_tokens,
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        input_token_details=InputTokenDetails(cache_read=max(0, usage.reused_tokens - usage.pack_tokens)),
+        total_tokens=usage.prompt_tokens + usage.pack_tokens + usage.completion_tokens,
+        input_token_details=InputTokenDetails(cache_read=usage.reused_tokens),
     )
     return {"usage_metadata": counts, "response_metadata": metadata}

@@ -56,9 +56,10 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
     Its settings, and the errors it raises for them, are those of `kp_core.settings.ModelSettings`. A completion is a
     chat of one user message, whether or not it is `formatted`.
 
-    `raw` of a response (of the last one in a stream) holds `usage`, `timings` and `finish_reason`. Its `prompt_tokens`
-    leave out `pack_tokens`, which packs delivered. A grammar holds tool calls and `response_schema` to their schemas.
-    Async methods work in threads. `metadata` needs the engine: read it before the loop runs, or pass an `engine`.
+    `raw` of a response (of the last one in a stream) holds `usage`, which counts what the model reads, packs included,
+    `kp` with all counts of `kp_core.Usage`, `timings` and `finish_reason`. A grammar holds tool calls and
+    `response_schema` to their schemas. Async methods work in threads. `metadata` needs the engine: read it before the
+    loop runs, or pass an `engine`.
 
     In serialised form, a store is its path. An engine, a steering, a composer and a store without a path become
     markers; they must be given again.

@@ -107,16 +107,24 @@ class PartialAnswer:
 def to_response(generation: Generation, delta: str | None = None) -> ChatResponse:
     """The response with all of `generation`; `delta=""` for the last one of a stream.
 
-    The arguments of a call are a dictionary. `raw` has `usage`, `timings` (in seconds) and `finish_reason`. `logprobs`,
-    if asked for, is for each token a list of itself and the likeliest others, best first.
+    The arguments of a call are a dictionary. `raw` has `usage` in OpenAI's form, in which the prompt is what the model
+    reads, packs included, `kp`, all counts of `Usage`, `timings` (in seconds) and `finish_reason`. `logprobs`, if asked
+    for, is for each token a list of itself and the likeliest others, best first.
     """
     calls = [
         ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=dict(call.arguments))
         for call in generation.tool_calls
     ]
-    cost = generation.usage
-    usage = cost.to_dict() | {"total_tokens": cost.prompt_tokens + cost.completion_tokens}
-    raw = {"usage": usage, "timings": {"ttft_s": usage.pop("ttft_s")}, "finish_reason": generation.finish_reason}
+    counts = generation.usage
+    read = counts.prompt_tokens + counts.pack_tokens
+    usage = {
+        "prompt_tokens": read,
+        "completion_tokens": counts.completion_tokens,
+        "total_tokens": read + counts.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": counts.reused_tokens},
+    }
+    raw = {"usage": usage, "kp": counts.to_dict(), "finish_reason": generation.finish_reason}
+    raw["timings"] = {"ttft_s": counts.ttft_s}
     logprobs = None if generation.logprobs is None else [_logprobs(token) for token in generation.logprobs]
     message = _message(generation.text, generation.reasoning, calls)
     return ChatResponse(message=message, raw=raw, delta=delta, logprobs=logprobs)

@@ -230,8 +230,8 @@ FAULTS = (
     ),
     Fault(
         "kp_langchain/messages.py",
-        "input_tokens=usage.prompt_tokens,",
         "input_tokens=usage.prompt_tokens + usage.pack_tokens,",
+        "input_tokens=usage.prompt_tokens,",
         "tests/langchain/test_chat_model.py",
     ),
     Fault(

@@ -5,7 +5,13 @@ import logging
 
 import pytest
 from langchain.agents import create_agent
-from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware, ModelRequest, SummarizationMiddleware
+from langchain.agents.middleware import (
+    AgentMiddleware,
+    HumanInTheLoopMiddleware,
+    ModelRequest,
+    SummarizationMiddleware,
+    wrap_model_call,
+)
 from langchain_core.documents import Document
 from langchain_core.language_models import FakeListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
@@ -115,7 +121,7 @@ def test_a_model_absorbs_without_a_middleware(chat_engine, store, pages):
         call = {"name": "read_next_page", "args": {"page": number}, "id": f"call0000{number}"}
         messages += [AIMessage("", tool_calls=[call]), ToolMessage(page, tool_call_id=call["id"], name=call["name"])]
         usage = model.invoke(messages).response_metadata["kp"]
-        assert usage["prompt_tokens"] == model.get_num_tokens_from_messages(messages)
+        assert usage["prompt_tokens"] + usage["pack_tokens"] == model.get_num_tokens_from_messages(messages)
         sent.append(usage["prompt_tokens"])
     assert usage["pack_tokens"] > 2 * 20
     assert len(set(sent)) == 1
@@ -249,14 +255,38 @@ def test_a_summary_forgets_nothing(model, pages, chat_engine, store):
     assert set(handles) | set(state["packs"]) >= set(pages[:4])
 
 
-def test_knowledge_does_not_wake_the_summariser(model, pages):
-    """Packs are not counted as sent, so that a summariser which watches usage sleeps on."""
-    quiet = SummarizationMiddleware(
-        model, trigger=("tokens", 600), keep=("messages", 2), summarizer=lambda _: pytest.fail("summarised")
-    )
-    agent = create_agent(model, [reader(pages)], middleware=[quiet, KnowledgePackMiddleware(), steps := Steps(3)])
-    ask(agent, "Read.")
-    assert steps.usage[-1]["pack_tokens"] > 60
+def totals_of(model, pages, *middleware, totals=None):
+    """What the model reads and writes at each step of reading these pages, as it reports it; and the conversation."""
+    totals = [] if totals is None else totals
+
+    @wrap_model_call
+    def note(request, handler):
+        response = handler(request)
+        totals.append(response.result[0].usage_metadata["total_tokens"])
+        return response
+
+    agent = create_agent(model, [reader(pages)], middleware=[*middleware, Steps(len(pages)), note])
+    return totals, ask(agent, "Read the book.")["messages"]
+
+
+@pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
+def test_the_summariser_wakes_above_its_share_of_the_window_and_not_below(model, pages):
+    model = model.model_copy(update={"placement": "in_place"})
+    totals, _ = totals_of(model, pages[:5])
+    window = round((totals[2] + totals[3]) / 2 / 0.8)  # Its share lies between what two steps report.
+    small = model.model_copy(update={"profile": {**model.profile, "max_input_tokens": window}})
+    settings = {"trigger": ("fraction", 0.8), "keep": ("messages", 2)}
+    again, summaries = [], []
+
+    def summarise(messages):
+        summaries.append(len(again))
+        return f"{sum(message.type == 'tool' for message in messages)} pages were read."
+
+    totals_of(small, pages[:5], SummarizationMiddleware(small, **settings, summarizer=summarise), totals=again)
+    assert again[:4] == totals[:4]
+    assert summaries[0] == 4
+    assert again[4] < int(0.8 * window)
+    assert summaries == [step + 1 for step, total in enumerate(again[:-1]) if total >= int(0.8 * window)]
 
 
 def test_tools_that_are_not_trusted_bring_no_packs(model, pages):

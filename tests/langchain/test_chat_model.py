@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+from langchain_core import exceptions
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, trim_messages
 from pydantic import ValidationError
 
@@ -32,7 +33,7 @@ def tiny():
     return ChatKnowledgePacks(engine=tiny_engine(), max_tokens=8)
 
 
-def test_metadata_counts_what_was_sent(tiny):
+def test_metadata_counts_what_was_read(tiny):
     answer = tiny.invoke(CHAT)
     kp = answer.response_metadata["kp"]
     prompt = tiny.engine.template.render(to_messages(CHAT))
@@ -42,6 +43,7 @@ def test_metadata_counts_what_was_sent(tiny):
     assert answer.response_metadata["finish_reason"] in {"stop", "length"}
     again = tiny.invoke(CHAT)
     assert 0 < again.usage_metadata["input_token_details"]["cache_read"] <= len(prompt)
+    assert answer.response_metadata["model_provider"] == tiny._get_ls_params()["ls_provider"]
 
 
 def test_log_probabilities_have_the_form_of_openai(tiny):
@@ -80,11 +82,47 @@ def test_counting_tokens_needs_no_other_tokenizer(tiny):
     assert counted == tiny.bind_tools(tools).invoke(CHAT).usage_metadata["input_tokens"]
 
 
-def test_packs_do_not_count_as_sent(chat, retriever):
+def test_packs_count_as_read_and_not_as_sent(chat, retriever):
     [document] = retriever.invoke("flag", k=1)
-    [there] = [HumanMessage(document.page_content)]
-    assert chat.get_num_tokens_from_messages([there]) == chat.invoke([there]).usage_metadata["input_tokens"]
-    assert chat.get_num_tokens_from_messages([there]) < len(chat.get_token_ids(document.metadata["text"])) + 30
+    [there], text = [HumanMessage(document.page_content)], document.metadata["text"]
+    chat.invoke([there])
+    answer = chat.invoke([there])
+    usage, kp = answer.usage_metadata, answer.response_metadata["kp"]
+    assert kp["prompt_tokens"] + kp["pack_tokens"] == usage["input_tokens"] > kp["prompt_tokens"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert usage["input_token_details"]["cache_read"] == kp["reused_tokens"] >= kp["pack_tokens"]
+    assert usage["input_tokens"] - kp["reused_tokens"] == kp["computed_tokens"]
+    assert chat.get_num_tokens_from_messages([there]) == usage["input_tokens"]
+    # A part of a conversation that the template refuses is counted as text, packs included.
+    parts = [AIMessage("so"), there]
+    refusing = kp_core.load_engine(tiny_model("llama"), tokenizer=FAMILIES["mistral"].tokenizer())
+    counting = chat.model_copy(update={"engine": refusing})
+    assert counting.get_num_tokens_from_messages(parts) >= len(counting.get_token_ids(text))
+
+
+def test_a_prompt_beyond_the_window_is_also_langchains_error(tiny):
+    long = [HumanMessage("word " * tiny.engine.max_positions)]
+    for call in (tiny.invoke, lambda messages: list(tiny.stream(messages)), lambda m: asyncio.run(tiny.ainvoke(m))):
+        with pytest.raises(exceptions.ContextOverflowError) as raised:
+            call(long)
+        assert isinstance(raised.value, ContextOverflowError)
+        assert raised.value.prompt_tokens > raised.value.limit == tiny.engine.max_positions
+
+    async def pieces():
+        return [piece async for piece in tiny.astream(long)]
+
+    with pytest.raises(exceptions.ContextOverflowError):
+        asyncio.run(pieces())
+
+
+def test_the_window_is_known_before_the_model_is_loaded(thin_model, thin, tmp_path):
+    before = dict(shared._sessions)
+    assert ChatKnowledgePacks(model=str(thin_model)).profile["max_input_tokens"] == thin.max_positions
+    assert "max_input_tokens" not in ChatKnowledgePacks(base_url="http://127.0.0.1:9").profile
+    unknown = ChatKnowledgePacks(model=str(tmp_path / "none")).profile
+    assert unknown["tool_calling"]
+    assert "max_input_tokens" not in unknown
+    assert shared._sessions == before
 
 
 def test_options_of_a_call_override_the_fields(tiny):

@@ -111,7 +111,7 @@ def usages():
     class Listener(BaseEventHandler):
         def handle(self, event, **_):
             if isinstance(event, LLMChatEndEvent) and event.response is not None:
-                seen.append(event.response.raw["usage"])
+                seen.append(event.response.raw["kp"])
 
     listener, dispatcher = Listener(), get_dispatcher()
     dispatcher.add_event_handler(listener)

@@ -60,7 +60,7 @@ async def test_a_function_agent_reads_packs(world):
     answer, results, raws = await run(agent, QUESTION, max_iterations=2)
     assert results[0].tool_name == "search"
     assert len(find_handles(str(results[0].tool_output))) == 1
-    assert raws[0]["usage"]["pack_tokens"] == 0 < raws[1]["usage"]["pack_tokens"]
+    assert raws[0]["kp"]["pack_tokens"] == 0 < raws[1]["kp"]["pack_tokens"]
     assert answer.response.content
     json.dumps(answer.raw)
 
@@ -125,7 +125,7 @@ async def test_the_context_of_a_workflow_is_saved_and_restored(world):
     remembered = ChatMemoryBuffer.from_defaults([ChatMessage(**turn) for turn in json.loads(turns)], llm=llm)
     assert remembered.get_all() == memory.get_all()
     _, _, raws = await run(agent, "And the rings?", ctx=again, memory=remembered, max_iterations=1)
-    assert raws[0]["usage"]["pack_tokens"] > 0
+    assert raws[0]["kp"]["pack_tokens"] > 0
 
 
 async def test_retriever_tools_send_handles(retriever_of, llm, store):
@@ -134,7 +134,7 @@ async def test_retriever_tools_send_handles(retriever_of, llm, store):
     agent = function_agent(llm, tool)
     _, results, raws = await run(agent, QUESTION, max_iterations=2)
     assert len(find_handles(str(results[0].tool_output))) == 2
-    assert raws[1]["usage"]["pack_tokens"] > 100
+    assert raws[1]["kp"]["pack_tokens"] > 100
     # Handles and blanks are all that such a tool says, so its exchanges can be absorbed.
     call = ToolCallBlock(tool_call_id="call00001", tool_name="search", tool_kwargs={"input": "flag"})
     said = [
@@ -183,7 +183,7 @@ async def read_everything(engine, store, handles, **settings):
     memory = ChatMemoryBuffer.from_defaults(token_limit=100_000)
     handler = agent.run("Read everything.", memory=memory, max_iterations=len(handles) + 2)
     usages = [
-        event.raw["usage"] async for event in handler.stream_events() if isinstance(event, AgentStream) and event.raw
+        event.raw["kp"] async for event in handler.stream_events() if isinstance(event, AgentStream) and event.raw
     ]
     await handler
     return usages, memory.get_all()

@@ -31,7 +31,7 @@ def llm_in(store, *namespaces, engine=None, **fields):
 
 
 def delivered(llm, *messages):
-    return llm.chat(list(messages)).raw["usage"]["pack_tokens"]
+    return llm.chat(list(messages)).raw["kp"]["pack_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_handle_that_does_not_resolve_stays_text(namespaces, change, reason, s
     written = change(handle)
     llm = llm_in(store, *namespaces)
     with caplog.at_level(logging.WARNING, "kp_core"):
-        usage = llm.chat([ChatMessage(written)]).raw["usage"]
+        usage = llm.chat([ChatMessage(written)]).raw["kp"]
     assert usage["pack_tokens"] == 0
     assert usage["prompt_tokens"] > len(written) / 8
     assert f"Handle {written} stays text" in caplog.text
@@ -105,4 +105,4 @@ def test_a_stream_that_fails_midway_gives_its_memory_back(tiny):
     with pytest.raises(GenerationTimeoutError):
         list(stream)
     assert pool.nbytes >= idle
-    assert tiny.complete("Hi", max_tokens=1).raw["usage"]["completion_tokens"] == 1
+    assert tiny.complete("Hi", max_tokens=1).raw["kp"]["completion_tokens"] == 1

@@ -36,13 +36,13 @@ def test_raw_counts_what_was_sent(tiny):
     assert usage["total_tokens"] == len(prompt) + usage["completion_tokens"]
     assert response.raw["finish_reason"] in {"stop", "length"}
     assert response.raw["timings"]["ttft_s"] > 0
-    assert set(response.raw) == {"usage", "timings", "finish_reason"}
+    assert set(response.raw) == {"usage", "kp", "timings", "finish_reason"}
 
 
 async def test_log_probabilities(tiny):
     response = tiny.chat(CHAT, top_logprobs=3)
     generation = tiny.engine.generate(to_messages(CHAT), max_tokens=tiny.max_tokens, top_logprobs=3)
-    assert len(response.logprobs) == response.raw["usage"]["completion_tokens"]
+    assert len(response.logprobs) == response.raw["kp"]["completion_tokens"]
     for token, named in zip(generation.logprobs, response.logprobs, strict=True):
         assert [(one.token, one.bytes, one.logprob) for one in named] == [
             (one.text, list(one.bytes), one.logprob) for one in token.top
@@ -51,18 +51,23 @@ async def test_log_probabilities(tiny):
     assert last.logprobs == response.logprobs
     assert {piece.logprobs for piece in pieces} == {None}
     completion = await tiny.acomplete("Name a colour.", logprobs=True)
-    assert [len(named) for named in completion.logprobs] == [1] * completion.raw["usage"]["completion_tokens"]
+    assert [len(named) for named in completion.logprobs] == [1] * completion.raw["kp"]["completion_tokens"]
     assert tiny.chat(CHAT).logprobs is None
 
 
-def test_packs_do_not_count_as_sent(store):
+def test_usage_counts_what_the_model_reads_and_kp_what_was_sent(store):
     handle = store.put(tiny_engine().build_pack(FACT, lazy=True))
     llm = KnowledgePackLLM(engine=tiny_engine(), store=store, namespaces=["default"], max_tokens=2)
     pack, text = (llm.complete(f"{said}\n\nHow many sails?") for said in (handle, FACT))
     assert pack.text == text.text
-    counts = pack.raw["usage"]
+    counts = pack.raw["kp"]
     assert counts["pack_tokens"] > 0
-    assert counts["prompt_tokens"] + counts["pack_tokens"] == text.raw["usage"]["prompt_tokens"]
+    assert counts["prompt_tokens"] + counts["pack_tokens"] == text.raw["kp"]["prompt_tokens"]
+    read = text.raw["usage"]["prompt_tokens"]
+    assert (pack.raw["usage"]["prompt_tokens"], text.raw["usage"]["total_tokens"]) == (read, read + 2)
+    assert pack.raw["usage"]["total_tokens"] == read + 2
+    cached = pack.raw["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == read - counts["computed_tokens"]
     assert llm.token_ids(f"{handle}!") == llm.token_ids("!")
 
 
@@ -70,8 +75,8 @@ def test_packs_of_every_call(store):
     handle = str(store.put(tiny_engine().build_pack(FACT, compiled_for="system", lazy=True)))
     llm = KnowledgePackLLM(engine=tiny_engine(), store=store, namespaces="default", max_tokens=2, packs=[handle])
     assert llm.namespaces == ("default",)
-    assert llm.complete("Hi").raw["usage"]["pack_tokens"] > 0
-    assert llm.complete("Hi", packs=[]).raw["usage"]["pack_tokens"] == 0
+    assert llm.complete("Hi").raw["kp"]["pack_tokens"] > 0
+    assert llm.complete("Hi", packs=[]).raw["kp"]["pack_tokens"] == 0
     with pytest.raises(PackNotFoundError, match="does not resolve"):
         llm.complete("Hi", packs=["kp:elsewhere/" + "a" * 21])
 
@@ -82,7 +87,7 @@ def test_roles_that_may_bring_packs(store):
     def delivered(role, **fields):
         llm = KnowledgePackLLM(engine=tiny_engine(), store=store, namespaces=["default"], max_tokens=1, **fields)
         messages = [ChatMessage("?"), ChatMessage(handle, role=role)]
-        return llm.chat(messages).raw["usage"]["pack_tokens"]
+        return llm.chat(messages).raw["kp"]["pack_tokens"]
 
     assert delivered("user") > 0
     assert delivered("tool") > 0
@@ -93,7 +98,7 @@ def test_roles_that_may_bring_packs(store):
 
 
 def test_options_of_a_call_override_the_fields(tiny):
-    assert tiny.chat(CHAT, max_tokens=2).raw["usage"]["completion_tokens"] <= 2
+    assert tiny.chat(CHAT, max_tokens=2).raw["kp"]["completion_tokens"] <= 2
     sampled = tiny.model_copy(update={"temperature": 1.5, "seed": 1})
     said = sampled.chat(CHAT).message.content
     assert said == sampled.chat(CHAT).message.content
@@ -268,14 +273,14 @@ async def test_cancelling_stops_the_engine(thin):
     with pytest.raises(asyncio.CancelledError):
         await task
     answer = await asyncio.wait_for(llm.acomplete("Hi", max_tokens=1), 60)
-    assert answer.raw["usage"]["completion_tokens"] == 1
+    assert answer.raw["kp"]["completion_tokens"] == 1
 
 
 def test_leaving_a_stream_early_stops_the_engine(tiny):
     stream = tiny.stream_chat(CHAT)
     next(stream)
     stream.close()
-    assert tiny.chat(CHAT, max_tokens=1).raw["usage"]["completion_tokens"] == 1
+    assert tiny.chat(CHAT, max_tokens=1).raw["kp"]["completion_tokens"] == 1
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def conversation(store, block, rounds):
     for number in range(rounds):
         memory.put(ChatMessage(f"This is question number {number:03}, what do you say?"))
         response = llm.chat(memory.get())
-        usages.append(response.raw["usage"])
+        usages.append(response.raw["kp"])
         memory.put(ChatMessage(f"I say that the answer is {number:03}.", role="assistant"))
     return usages
 

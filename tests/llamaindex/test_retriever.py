@@ -189,7 +189,7 @@ def test_any_store_that_keeps_the_protocol_will_do(nodes, store):
     packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=toy, lazy=True, precompile="now")
     [hit] = packs.postprocess_nodes([NodeWithScore(node=nodes[0])])
     llm = KnowledgePackLLM(engine=tiny_engine(), store=toy, namespaces=["default"], max_tokens=1)
-    assert llm.complete(hit.node.handle).raw["usage"]["pack_tokens"] > 0
+    assert llm.complete(hit.node.handle).raw["kp"]["pack_tokens"] > 0
     memory = KnowledgePackMemoryBlock(store=toy, engine=tiny_engine(), lazy=True)
     asyncio.run(memory.aput([ChatMessage("Four sails.")]))
     assert memory.text() == "user: Four sails.\n"

@@ -22,7 +22,7 @@ def usage_of(adapter, store, question, **options):
         model = ChatKnowledgePacks(engine=tiny_engine(), store=store, namespaces=["isles"], max_tokens=2, **options)
         return model.invoke([HumanMessage(question)]).response_metadata["kp"]
     llm = KnowledgePackLLM(engine=tiny_engine(), store=store, namespaces=["isles"], max_tokens=2, **options)
-    return llm.chat([ChatMessage(role="user", content=question)]).raw["usage"]
+    return llm.chat([ChatMessage(role="user", content=question)]).raw["kp"]
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def test_a_store_may_be_a_path_in_langchain(path, retriever):
 def test_a_store_may_be_a_path_in_llamaindex(path, nodes_of):
     [found] = nodes_of(similarity_top_k=1).retrieve("mill")
     llm = KnowledgePackLLM(engine=tiny_engine(), store=path, namespaces="default", max_tokens=1)
-    assert llm.complete(found.get_content("llm")).raw["usage"]["pack_tokens"] > 0
+    assert llm.complete(found.get_content("llm")).raw["kp"]["pack_tokens"] > 0
     packing = KnowledgePackPostprocessor(engine=tiny_engine(), store=path, precompile="now")
     [packed] = packing.postprocess_nodes([found.model_copy(update={"node": TextNode(text=TEXT)})])
     assert packed.get_content("llm").startswith("kp:default/")

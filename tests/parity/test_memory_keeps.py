@@ -48,7 +48,7 @@ def searching(engine, store, handles, asked, **settings):
         about = {"tool_call_id": call.tool_call_id, "name": "search"}
         messages += [ChatMessage(role="assistant", blocks=[call])]
         messages += [ChatMessage(handle, role="tool", additional_kwargs=about)]
-    return llm.chat([*messages, ChatMessage(asked)]).raw["usage"]
+    return llm.chat([*messages, ChatMessage(asked)]).raw["kp"]
 
 
 def remembering(engine, store, handles, asked, **settings):
@@ -59,7 +59,7 @@ def remembering(engine, store, handles, asked, **settings):
     parts = [(block.name, [TextBlock(text=asyncio.run(block.aget()))])]
     [memory] = DEFAULT_MEMORY_BLOCKS_TEMPLATE.format_messages(memory_blocks=parts)
     llm = KnowledgePackLLM(engine=engine, store=store, **SETTINGS, **settings)
-    return llm.chat([ChatMessage(memory.content, role="system"), ChatMessage(asked)]).raw["usage"]
+    return llm.chat([ChatMessage(memory.content, role="system"), ChatMessage(asked)]).raw["kp"]
 
 
 @pytest.mark.parametrize("memory", [langchain, searching, remembering])

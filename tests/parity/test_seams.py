@@ -99,7 +99,7 @@ def ask(adapter, asked, fields, **options):
         answer = ChatKnowledgePacks(**fields).invoke(asked, **options)
         return answer.text, answer.response_metadata["kp"]
     answer = KnowledgePackLLM(**fields).complete(asked, **options)
-    return answer.text, answer.raw["usage"]
+    return answer.text, answer.raw["kp"]
 
 
 @either

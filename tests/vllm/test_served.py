@@ -59,7 +59,7 @@ def test_the_engine_and_both_adapters_answer_through_it(server, smol):
     ours = {"base_url": server.url, "api_key": key, "store": server.store, "namespaces": ["own"], "max_tokens": 12}
     said = ChatKnowledgePacks(**ours).invoke(asked)
     assert said.content == local.text
-    assert said.usage_metadata["input_tokens"] == second.usage.prompt_tokens
+    assert said.usage_metadata["input_tokens"] == len(second.prompt)
     assert KnowledgePackLLM(**ours).chat([ChatMessage(asked)]).message.content == local.text
     shape = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
     assert session.generate(asked, response_schema=shape, **options).text in ('{"yes": true}', '{"yes": false}')

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache, partial
 from inspect import signature
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from kp_core.bundled import BUNDLED_MODEL, BUNDLED_VERSION, check_reachable, converted, installed_file
 from kp_core.engines.hf.identity import adapter_state, commit_of, fingerprint_of, place_of, stamp_files, unreadable
-from kp_core.engines.hf.kinds import kind_of
+from kp_core.engines.hf.kinds import kind_of, positions_of
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.probe import probed
 from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
@@ -38,6 +39,7 @@ __all__ = [
     "load",
     "load_session",
     "name_of",
+    "positions",
     "watched",
 ]
 
@@ -137,6 +139,15 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         renew=renew,
     )
     return Session(engine, name=name_of(model), template=template, probe=engine.seconds_per_token)
+
+
+def positions(model: str | Path | None) -> int | None:
+    """`Session.max_positions` of a model on this machine, by its configuration alone; `None` for any other model."""
+    with suppress(OSError, ValueError, ModelError):
+        source = bundled_model() if model is None else model
+        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+        return positions_of(config.get_text_config())
+    return None
 
 
 def watched(model: PreTrainedModel) -> Callable[[], None]:
