@@ -81,7 +81,7 @@ class Packs(Shared, ABC):
     """Where the packs' bytes lie; measurements on the packs are stored beside them."""
     keeps: bool = False
     """Whether `has`, `read` and `write` keep the KV that requests compute; else it is not asked for."""
-    cancelled: object = None
+    cancelled: object = object()
     """A token that changes when what waits to be compiled into this store is cancelled; see `Delivery.cancel`."""
 
     @cached_property
