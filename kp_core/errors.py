@@ -41,6 +41,7 @@ _GONE: Mapping[str, str] = {
     "deterministic": "an engine computes in one way, bit for bit where it supports 'bitwise'",
     "from_collection": "an adapter delivers what your own retriever finds (docs/vector-stores.md)",
     "order": "packs stand as they are given: give them in the order of an earlier request",
+    "pin": "the KV that was used last stays in memory, as much as cache_bytes allows",
     "mismatch='accept'": "'rebuild' computes packs of other numerics anew from their text",
     "upgrade": "a request with composer='exact' computes the exact KV and keeps it",
     "vacuum": "`chroma vacuum --path FOLDER` is Chroma's own command (docs/security.md)",

@@ -188,7 +188,7 @@ class SequencePool(BufferPool):
         self._used: list[SequenceBuffer] = []
         self._idle: list[SequenceBuffer] = []
 
-    def check(self, capacity: int, pinned: int = 0) -> None:  # noqa: ARG002 - pinned KV is not in the context
+    def check(self, capacity: int) -> None:
         """Raise `CacheBudgetError` for a request that takes more cells than there are."""
         if capacity > self._context.cells:
             raise CacheBudgetError(

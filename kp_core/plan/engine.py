@@ -165,17 +165,11 @@ class HasCache(Protocol):
     def cached_tokens(self, plan: Plan) -> int:
         """How many tokens of the prompt, from the first on, are in memory now."""
 
-    def pin(self, plan: Plan) -> object:
-        """Keep the prompt of `plan` in memory until `unpin` is called with the returned object."""
-
-    def unpin(self, pinned: object) -> None:
-        """Undo one `pin`."""
-
     def clear_cache(self) -> None:
-        """Drop all KV that is neither pinned nor in use."""
+        """Drop all KV that is not in use."""
 
     def refresh(self) -> None:
-        """Start to use the model as it is now. Raises `ModelError` while KV is pinned or in use."""
+        """Start to use the model as it is now. Raises `ModelError` while KV is in use."""
 
 
 @runtime_checkable

@@ -217,25 +217,19 @@ def _composed(regions: Sequence[Region]) -> tuple[Region, ...]:
     return tuple(joined)
 
 
-def plan_steered(
-    prompt: Prompt,
-    steering: Steering | None,
-    scope: Scope | None,
-    *,
-    answering: bool = True,
-) -> tuple[Region, ...]:
+def plan_steered(prompt: Prompt, steering: Steering | None, scope: Scope | None) -> tuple[Region, ...]:
     """Return the steered regions of `prompt`, in order, for its steered packs and for `steering` and `scope`.
 
     Without `scope`, the system head is steered, with its packs; but only the packs if some stand elsewhere or have a
-    steering of their own. Parts of one message form one region. When `answering`, the last token of the prompt is in no
-    region, so the first token of the answer sees the steering.
+    steering of their own. Parts of one message form one region. The last token of the prompt is in no region, so the
+    first token of the answer sees the steering.
 
     Raises `OptionError` if the prompt lacks the scope, if two steerings would overlap, and for key deltas on more
     than one position.
     """
     if scope not in (None, *get_args(Scope)):
         raise OptionError(f"Got the scope {scope!r}; expected one of {', '.join(get_args(Scope))}, or None.")
-    parts = _parts(prompt, steering, scope, len(prompt) - 1 if answering else len(prompt))
+    parts = _parts(prompt, steering, scope, len(prompt) - 1)
     for region in parts:
         if region.steering and region.steering.keys and len(region) > 1:
             raise OptionError(

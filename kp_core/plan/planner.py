@@ -17,7 +17,7 @@ from kp_core.packs.entry import Entry, KeptKV
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
-from kp_core.packs.view import TRUSTED_ROLES, PackRef, PackView, explicit_packs, why_unresolved
+from kp_core.packs.view import TRUSTED_ROLES, PackView, explicit_packs, why_unresolved
 from kp_core.plan.composer import Composer, Host
 from kp_core.plan.engine import HasCache
 from kp_core.plan.plan import Plan, plan_regions, plan_steered
@@ -129,25 +129,17 @@ class Planner:
         is_home, fits = _stands(span, prompt)
         return fits and not is_home and (pack.fingerprint == self.model or pack.fingerprint.is_edit_of(self.model))
 
-    def _steered(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Region, ...]:
+    def _steered(self, prompt: Prompt, request: Request) -> tuple[Region, ...]:
         """The steered regions of `prompt`. Checks their steerings against the model and warns of too strong ones."""
         steering = None
         if request.steering is not None:
             steering = as_steering(request.steering, with_knowledge=bool(prompt.spans))
-        steered = plan_steered(prompt, steering, request.scope, answering=answering)
+        steered = plan_steered(prompt, steering, request.scope)
         for part_steering in (part.steering for region in steered for part in region.parts):
             if part_steering is not None:
                 part_steering.check(self.model)
                 part_steering.warn_beyond_cliff()
         return steered
-
-    def pinned(self, pack: KnowledgePack) -> Plan:
-        """The plan for `pack` after the prefix that it was compiled for, with nothing after it."""
-        start = len(pack.prefix)
-        span = Span(start, start + len(pack.token_ids), PackRef("", pack))
-        prompt = Prompt(pack.prefix + pack.token_ids, (span,), owner=pack.namespace)
-        sources = self._sources(prompt, {})
-        return _cut(sources, self._steered(prompt, Request(), answering=False), None, self.model)
 
     def wanted(
         self, prefix: Prefix, token_ids: Sequence[int], namespace: str = "", before: Sequence[Span] = ()

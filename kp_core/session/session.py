@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from kp_core.errors import (
     PromptError,
     ShortTextError,
     UnsupportedRequestError,
+    gone,
 )
 from kp_core.events import log_event
 from kp_core.kv import KVTensors
@@ -336,7 +337,7 @@ class Session(Shared):
         """Start to use the model as it is now, after its weights were changed on purpose.
 
         Computes the fingerprint again, from the tensors themselves, and drops all KV in memory. Packs made before the
-        change then belong to another model. Raises `ModelError` while answers are under way or packs are pinned.
+        change then belong to another model. Raises `ModelError` while answers are under way.
         """
         self._cache("refresh").refresh()
 
@@ -344,14 +345,9 @@ class Session(Shared):
         """End background work. Requests are still answered."""
         self._idle.close()
 
-    def pin(self, pack: KnowledgePack) -> object:
-        """Keep the KV of `pack`, at the position it was compiled for, in memory. `unpin` takes the returned object."""
-        pack.check(self.fingerprint)
-        return self._cache("pin").pin(self._planner.pinned(pack))
-
-    def unpin(self, pinned: object) -> None:
-        """Allow the prefix tree to evict a pinned pack again."""
-        self._cache("unpin").unpin(pinned)
+    def pin(self, *_: object) -> NoReturn:
+        """Raises `UnsupportedRequestError`."""
+        raise UnsupportedRequestError(f"There is no `Session.pin`.{gone('pin')}")
 
     @property
     def cached_bytes(self) -> int:
@@ -369,7 +365,7 @@ class Session(Shared):
         return self.engine.state_bytes if isinstance(self.engine, HasCache) else 0
 
     def clear_cache(self) -> None:
-        """Drop all KV that is neither pinned nor in use."""
+        """Drop all KV that is not in use."""
         self._cache("clear_cache").clear_cache()
 
     def _need(self, capability: str, what: str, *, needed: bool = True) -> None:

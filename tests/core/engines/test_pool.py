@@ -8,7 +8,6 @@ import random
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import closing
 
 import pytest
 
@@ -151,16 +150,6 @@ def test_a_request_larger_than_the_budget_is_an_error_of_its_caller_alone():
             ask()
     assert running.result().text == expected
     assert engine.generate("Hi", max_tokens=2).usage.completion_tokens > 0
-
-
-def test_a_pinned_pack_is_not_driven_out_and_is_named():
-    engine = engine_of(2)
-    pinned = engine.pin(engine.build_pack("The tide turns at noon. " * 8))
-    with pytest.raises(CacheBudgetError, match=r"of which [\d,]+ are pinned. .*unpin packs"):
-        engine.generate("Hi", max_tokens=400)
-    engine.unpin(pinned)
-    with closing(engine.stream("Hi", max_tokens=400)) as stream:
-        assert next(stream)
 
 
 def test_who_waits_for_memory_may_give_up_and_others_come_in_turn():
