@@ -95,6 +95,7 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
             if not is_current(units[pack.text]):
                 with suppress(PackNotFoundError):
                     store.remove(handle)
+                    store.bury(handle)
                 continue
             results[space, pack.text] = handle
             sizes.append(len(pack.token_ids))

@@ -104,7 +104,7 @@ class Delivery:
         stored = self.facts.facts(ids=[fact_id for _, fact_id in texts], namespace=self.namespace) if texts else ()
         outdated = [fact for fact in stored if texts.get((fact.namespace, fact.id), fact.text) != fact.text]
         report = self.facts.add(facts, overwrite=overwrite)
-        self._discard(outdated)
+        self._discard(outdated, texts)
         facts = [fact for fact in facts if fact.id not in report.superseded]
         units = facts if self.unit == "fact" else self._units(self._held(facts), self.unit)
         logger.info("Compiling %d packs of %d facts.", len(units), len(facts))
@@ -117,7 +117,7 @@ class Delivery:
         stored = self.facts.get(fact.id, namespace=fact.namespace)
         fact = self.facts.update(fact)
         if stored.text != fact.text:
-            self._discard([stored])
+            self._discard([stored], {(fact.namespace, fact.id): fact.text})
         self.compile(self._units([fact], self.unit), progress=False)
         return fact
 
@@ -138,7 +138,7 @@ class Delivery:
         if not self._is_current(fact):
             self._discard([fact])
         fact = self.facts.update(replace(fact, text=edited.text))
-        self.store.put(edited)
+        self.store.bury(self.store.handle(pack.text, fact.namespace), self.store.put(edited))
         if not self._is_current(fact):
             self._discard([fact])
         return fact
@@ -307,11 +307,12 @@ class Delivery:
                     "of what the model reads. Cut it into several."
                 )
 
-    def forget(self, *handles: Handle) -> None:
-        """Delete packs, as far as they exist."""
+    def forget(self, *handles: Handle, successor: Handle | None = None) -> None:
+        """Delete packs, as far as they exist, and mark their handles as deleted, or as replaced by `successor`."""
         for handle in handles:
             with suppress(PackNotFoundError):
                 self.store.remove(handle)
+                self.store.bury(handle, successor)
 
     def all_units(self) -> list[Fact]:
         """Return all units in the namespace of this object."""
@@ -389,13 +390,19 @@ class Delivery:
         logger.warning("There is no pack of fact %r in %r; it goes as text.", unit.id, self.store)
         return None
 
-    def _discard(self, gone: Sequence[Fact]) -> None:
-        """Delete the packs of deleted facts: their own, and those of units that contained them."""
+    def _discard(self, gone: Sequence[Fact], replaced: Mapping[tuple[str, str], str] = {}) -> None:
+        """Delete the packs of deleted facts: their own, and those of units that contained them.
+
+        `replaced` are the new texts of facts by namespace and id.
+        """
         digests = [fact.digest for fact in gone]
         remaining = self.facts.facts(where={"kp:digest": {"$in": digests}}, namespace=self.namespace) if gone else ()
         texts = {(fact.namespace, fact.text) for fact in remaining}  # Another fact may have the same text.
-        unused = (fact for fact in gone if (fact.namespace, fact.text) not in texts)
-        self.forget(*(self.store.handle(fact.text, fact.namespace) for fact in unused))
+        for fact in gone:
+            if (fact.namespace, fact.text) not in texts:
+                text = replaced.get((fact.namespace, fact.id))
+                successor = None if text is None else self.store.handle(text, fact.namespace)
+                self.forget(self.store.handle(fact.text, fact.namespace), successor=successor)
         if self.unit == "fact" or not gone:
             return
         ids = {(fact.namespace, fact.id) for fact in gone}
