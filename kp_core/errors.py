@@ -5,7 +5,7 @@
     ├── ModelError        MissingDependencyError
     ├── PackError         PackNotFoundError, PackCorruptError
     ├── FactError         FactStoreLockedError
-    └── OptionError, UnsupportedRequestError, CacheBudgetError, GenerationTimeoutError
+    └── OptionError, UnsupportedRequestError, GenerationTimeoutError
 
 Each message says what was got, what was expected and what to do.
 """
@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 __all__ = [
-    "CacheBudgetError",
     "ContextOverflowError",
     "FactError",
     "FactStoreLockedError",
@@ -77,7 +76,7 @@ class ContextOverflowError(PromptError):
 
 
 class ModelError(KnowledgePackError):
-    """A model that cannot be loaded or served, was changed meanwhile, or is too busy for background work."""
+    """A model that cannot be loaded or served, was changed meanwhile, has too little memory, or takes no more work."""
 
 
 class MissingDependencyError(ModelError, ImportError):
@@ -112,17 +111,13 @@ class UnsupportedRequestError(KnowledgePackError):
     """An engine does not support the request; the message says which one does."""
 
 
-class CacheBudgetError(KnowledgePackError, MemoryError):
-    """The KV of prompt and answer exceeds `cache_bytes`, the memory for KV, or the device ran out of memory."""
-
-
 class GenerationTimeoutError(KnowledgePackError, TimeoutError):
     """An answer took longer than `timeout` seconds; its memory was released."""
 
 
 _FOLDED = {
     **dict.fromkeys(("HandleError", "TemplateError", "ToolError"), "PromptError"),
-    **dict.fromkeys(("BusyError", "ModelChangedError", "UnsupportedModelError"), "ModelError"),
+    **dict.fromkeys(("BusyError", "CacheBudgetError", "ModelChangedError", "UnsupportedModelError"), "ModelError"),
     **dict.fromkeys(("FingerprintMismatchError", "QuotaError"), "PackError"),
     **dict.fromkeys(("SamplingError", "SteeringError", "WrapperError"), "OptionError"),
     "SourceError": "FactError",

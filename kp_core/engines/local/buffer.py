@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kp_core.engines.local.copies import start_copies
 from kp_core.engines.local.tree import Name, PrefixTree, common_tokens
-from kp_core.errors import CacheBudgetError
+from kp_core.errors import ModelError
 from kp_core.kv import KVTensors
 from kp_core.plan.plan import Limit
 
@@ -390,10 +390,10 @@ class BufferPool:
                 self._changed.notify_all()
 
     def check(self, capacity: int) -> None:
-        """Raise `CacheBudgetError` if a buffer for `capacity` tokens does not fit into the budget."""
+        """Raise `ModelError` if a buffer for `capacity` tokens does not fit into the budget."""
         size = KVBuffer.bytes_for(self._shape, capacity)
         if size > self.budget_bytes:
-            raise CacheBudgetError(
+            raise ModelError(
                 f"The prompt and its answer may take {capacity:,} tokens, whose KV is {size:,} bytes; expected at most "
                 f"the budget of {self.budget_bytes:,} bytes. Shorten the prompt, lower max_tokens, or load the engine "
                 "with a larger cache_bytes."
@@ -424,7 +424,7 @@ class BufferPool:
     def wait(self, capacity: int, limit: Limit) -> None:
         """Wait until there is room for a buffer. Release the tree path before waiting.
 
-        Raises `CacheBudgetError` if there can be no room, and `CancelledError` at `limit`.
+        Raises `ModelError` if there can be no room, and `CancelledError` at `limit`.
         """
         self.check(capacity)
         size, start_time, has_warned = KVBuffer.bytes_for(self._shape, capacity), time.monotonic(), False

@@ -14,7 +14,7 @@ import pytest
 from kp_core import PackStore, load_engine
 from kp_core.engines.local.buffer import BufferPool, KVBuffer
 from kp_core.engines.local.tree import PrefixTree
-from kp_core.errors import CacheBudgetError, GenerationTimeoutError, ModelError
+from kp_core.errors import GenerationTimeoutError, ModelError
 from kp_core.plan.plan import Limit
 from kp_core.session.reading import in_thread
 from tests.conftest import until
@@ -146,7 +146,7 @@ def test_a_request_larger_than_the_budget_is_an_error_of_its_caller_alone():
         lambda: asyncio.run(engine.agenerate(large)),
         lambda: list(engine.generate_many({"a": large}, progress=False)),
     ):
-        with pytest.raises(CacheBudgetError, match=r"at most the budget of 262,144 bytes\. .* larger cache_bytes"):
+        with pytest.raises(ModelError, match=r"at most the budget of 262,144 bytes\. .* larger cache_bytes"):
             ask()
     assert running.result().text == expected
     assert engine.generate("Hi", max_tokens=2).usage.completion_tokens > 0
