@@ -205,6 +205,14 @@ class PackView:
         """Return the pack with its KV."""
         return self._usable(self.source.get(handle, self._key(key)), handle)
 
+    def has(self, entry: Entry) -> bool:
+        """See `Packs.has`."""
+        return self.source.has(entry, self.namespaces)
+
+    def read(self, entry: Entry) -> KVTensors | None:
+        """See `Packs.read`."""
+        return self.source.read(entry, self.namespaces)
+
     def _key(self, key: PackKey | None) -> PackKey | None:
         return PackKey(self.model) if key is None and self.model is not None else key
 

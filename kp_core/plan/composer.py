@@ -141,13 +141,6 @@ class ExactComposer(Composer):
     key = "exact"
 
 
-@dataclass(frozen=True)
-class OverwrittenComposer(Composer):
-    """Leaves packs whose KV was overwritten (`ModelFingerprint.is_edit_of`) as they are, where they were compiled."""
-
-    key = "overwritten"
-
-
 def placed(
     region: Region, packs: Sequence[KnowledgePack], room: KVTensors
 ) -> Iterator[tuple[KVTensors, int, KVTensors]]:

@@ -13,6 +13,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from kp_core.kv import KVTensors
+from kp_core.packs.entry import Entry
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan.plan import Limit, Plan
 from kp_core.tools import Scores
@@ -59,6 +60,8 @@ class TokenStream:
         """The negative log-probability of each token of a forced answer."""
         self.logprobs: list[Scores] = []
         """With `Sampling.gives_logprobs`, those of each token so far, added before the token is given."""
+        self.kept: list[tuple[Entry, KVTensors]] = []
+        """The KV of `Plan.keep`, on the CPU, as far as it was computed."""
         self.limit = Limit()
         """When a long prefill must end early, with the finish `"cancelled"` and no token. The session sets it before it
         reads the first token, and checks it itself after each token."""

@@ -35,7 +35,7 @@ class _Means(NamedTuple):
 def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
     engine: Engine,
     template: ChatTemplate,
-    wanted: Callable[[Prefix, Sequence[int]], Plan],
+    plan_kv: Callable[[Prefix, Sequence[int]], Plan],
     pairs: Sequence[Pair],
     *,
     method: Method = "mean",
@@ -58,7 +58,7 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
     if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs:
         raise OptionError(f"Got {pairs!r} for pairs; {_ADVICE}")
     check_method(method, keys=c_k is not None)
-    plans = [plan for index, pair in enumerate(pairs) for plan in _plans(template, wanted, pair, index, method)]
+    plans = [plan for index, pair in enumerate(pairs) for plan in _plans(template, plan_kv, pair, index, method)]
     means: list[_Means] = []
     bar = bar_of("Reading pairs", len(plans), "side", engine.kv(plans), shown=progress)
     chosen_layers: tuple[int, ...] = ()
@@ -96,7 +96,7 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
 
 
 def _plans(
-    template: ChatTemplate, wanted: Callable[[Prefix, Sequence[int]], Plan], pair: Pair, index: int, method: Method
+    template: ChatTemplate, plan_kv: Callable[[Prefix, Sequence[int]], Plan], pair: Pair, index: int, method: Method
 ) -> tuple[Plan, Plan]:
     """Plans for the KV of both sides of a pair from the first message that differs. Only KV before it may be reused."""
     sides = () if isinstance(pair, str) or not isinstance(pair, Sequence) else pair
@@ -111,7 +111,7 @@ def _plans(
     shared = common_length(positive.token_ids, negative.token_ids)
     start = max((at for at in positive.breaks if at <= shared), default=0)
     prefix = positive.token_ids[:start]
-    return wanted(prefix, positive.token_ids[start:]), wanted(prefix, negative.token_ids[start:])
+    return plan_kv(prefix, positive.token_ids[start:]), plan_kv(prefix, negative.token_ids[start:])
 
 
 def _means(kv: KVTensors, method: Method) -> _Means:

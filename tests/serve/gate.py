@@ -78,14 +78,14 @@ class Served(Gate):
             if not stored.has(parts, rights.namespaces, parts[-1].stop):
                 prefix = ids[: parts[-1].start]
                 plans = [(Prefix(), prefix), (Prefix(prefix), parts[-1].entry.token_ids)]
-                kv = engine.kv([self.session._planner.wanted(*plan) for plan in plans])
+                kv = engine.kv([self.session._planner.plan_kv(*plan) for plan in plans])
                 stored.write(parts, KVTensors.concat(list(kv)))
                 self.computed += 1
         if rights.keeps:  # As of plain tokens: nothing is moved or steered here.
             if embeddings := body.get("prompt_embeds"):
                 self.embedded.append(torch.load(io.BytesIO(base64.b64decode(embeddings)), weights_only=True))
                 ids = (5,) * len(self.embedded[-1])
-            [whole] = engine.kv([self.session._planner.wanted(Prefix(), ids)])
+            [whole] = engine.kv([self.session._planner.plan_kv(Prefix(), ids)])
             stored.write((rights.keeps,), whole.slice(rights.keeps.start, rights.keeps.stop))
 
     def ask(self, method, path, body=None, key="a", **more):

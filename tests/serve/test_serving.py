@@ -83,7 +83,7 @@ def served(session):
 def packed(session, text, namespace="a"):
     """A pack of this model, and all KV up to its end."""
     pack = session.build_pack(text, namespace=namespace)
-    head = next(session.engine.kv([session._planner.wanted(Prefix(), pack.prefix)]))
+    head = next(session.engine.kv([session._planner.plan_kv(Prefix(), pack.prefix)]))
     return pack, KVTensors.concat([head, pack.kv])
 
 

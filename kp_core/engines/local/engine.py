@@ -112,7 +112,7 @@ class LocalEngine:
         """See `Engine.run`.
 
         Raises `PromptError` for a grammar that cannot be compiled, `OptionError` when no answer of the grammar fits
-        into the token budget, and `CacheBudgetError` for a request larger than `cache_bytes`.
+        into the token budget, and `ModelError` for a request larger than `cache_bytes`.
         """
         self._check()
         self.pool.check(len(plan.prompt) + (len(plan.forced) or plan.token_budget))
@@ -212,8 +212,8 @@ class LocalEngine:
     ) -> Run:
         """Prefill the prompt of `plan` into a buffer for `capacity` tokens; `logits` and `defers` are those of `Run`.
 
-        Waits until the buffer fits into the budget. Raises `CacheBudgetError` if it can never fit, and `CancelledError`
-        at `limit`, and `ModelError` if the model is not that of the plan.
+        Waits until the buffer fits into the budget. Raises `ModelError` if it can never fit or the model is not that of
+        the plan, and `CancelledError` at `limit`.
         """
         # One prompt at a time, so that a second prompt with the same beginning finds the KV of the first.
         with self.scheduler.coming(), self.pool.turn(limit):
@@ -369,7 +369,7 @@ class LocalEngine:
 def _tell(stream: TokenStream, run: Run) -> None:
     """Record the cost of the prompt in the stream."""
     stream.computed_tokens, stream.approximate_tokens = run.computed, run.approximate
-    stream.first_logits = run.logits
+    stream.first_logits, stream.kept = run.logits, run.kept
     stream.state_bytes = sum(kv.state_bytes for _, kv in run.path.held)
 
 
