@@ -281,10 +281,9 @@ class VisibleText:
         if positions:
             self._held, self.stopped = self._held[: min(positions)], True
             return self.flush()
-        # Also with what was given before: the end of a handle may stand in front of another.
-        alone, seen = _MAYBE_HANDLE.search(self._held), len(self._before)
-        behind = _MAYBE_HANDLE.search(self._before + self._held, seen)
-        until = min(alone.start() if alone else len(self._held), behind.start() - seen if behind else len(self._held))
+        # Behind what was given before, which decides whether a handle may begin here.
+        begun = _MAYBE_HANDLE.search(self._before + self._held, len(self._before))
+        until = begun.start() - len(self._before) if begun else len(self._held)
         may_stop = (at for at in range(until) if any(stop.startswith(self._held[at:]) for stop in self._stop))
         return self._give(next(may_stop, until))
 
