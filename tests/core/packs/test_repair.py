@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -46,6 +47,7 @@ def test_a_damaged_line_before_the_text_leaves_the_text(store, caplog):
     assert same(found, KnowledgePack("Paris.\nA second line.", "geo", (), Prefix(), UNKNOWN))
     assert "Only the text of the pack 'Paris." in caplog.text
     pack = make_pack("Paris.\nA second line.")
+    assert same(store.get(handle, pack.key), replace(pack, provenance={}))  # Its KV is found by its key.
     assert store.put(pack) == handle
     assert same(store.get(handle), pack)
 
