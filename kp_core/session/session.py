@@ -46,7 +46,6 @@ from kp_core.plan.request import CompiledFor, Request
 from kp_core.progress import bar_of
 from kp_core.prompt.conversation import Message
 from kp_core.prompt.template import ChatTemplate
-from kp_core.session.contrast import make_steering
 from kp_core.session.explain import Explanation, explain
 from kp_core.session.idle import IdleQueue, Job
 from kp_core.session.reading import (
@@ -60,6 +59,7 @@ from kp_core.session.reading import (
     usage_of,
 )
 from kp_core.steering import Pair, Steering
+from kp_core.steering.contrast import make_steering
 from kp_core.threads import make_anew
 from kp_core.tools import Delta
 
@@ -329,7 +329,14 @@ class Session(Shared):
         """A steering from the differences in `pairs` of (positive, negative). Options: `contrast.make_steering`."""
         self._need("kv", "making steerings")
         self._need("steer", "steering")
-        return make_steering(self.engine, self.template, self._planner.plan_kv, pairs, **options)
+        plan_kv = self._planner.plan_kv
+        return make_steering(
+            self.fingerprint,
+            self.template,
+            lambda sides: self.engine.kv([plan_kv(*side) for side in sides]),
+            pairs,
+            **options,
+        )
 
     def when_idle(self, job: Job) -> Future[None]:
         """Run `job` step by step while no request is being answered. Raises `ModelError` when too many jobs wait."""
