@@ -21,7 +21,7 @@ from kp_core.plan.entries import entries_along
 from kp_core.plan.plan import Plan, plan_regions, plan_steered
 from kp_core.plan.region import Region
 from kp_core.plan.request import CompiledFor, Request
-from kp_core.prompt.conversation import Message, placed, unresolved
+from kp_core.prompt.conversation import Message, Turn, placed, unresolved
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.steering import as_steering
 
@@ -75,7 +75,14 @@ class Planner:
         if view is not None:
             recognise = view.recognise and request.recognise
             view = replace(view, recognise=recognise, model=self.model, mismatch=request.mismatch)
-        host = replace(self.host, view=view)
+        answer = tokens if tokens is not None else request.max_tokens or 1
+
+        def rendered(turns: Sequence[Turn]) -> Prompt:
+            return self._template.render_turns(turns, shape=request.shape, thinking=request.thinking)
+
+        host = replace(
+            self.host, view=view, excess=lambda turns: len(rendered(turns)) + answer - self._engine.max_positions
+        )
         turns = placed(
             messages,
             view=view,
@@ -86,8 +93,7 @@ class Planner:
         handles = unresolved(turns)
         _report(handles, view, request)
         arranged = request.composer.arrange(turns, host)
-        prompt = self._template.render_turns(arranged.turns, shape=request.shape, thinking=request.thinking)
-        prompt = replace(prompt, unread=arranged.unread, unresolved=len(handles))
+        prompt = replace(rendered(arranged.turns), unread=arranged.unread, unresolved=len(handles))
         prompt, composed = self._laid_out(prompt, arranged.composer, request, host)
         prompt, sources, learned, texts = self._sources(prompt, composed, view, plain=request.steering is None)
         steered = self._steered(prompt, request)

@@ -101,7 +101,7 @@ class Usage:
     state_bytes: int = 0
     """Bytes of the kept states of recurrent layers for the prompt, beside its KV; 0 for models without them."""
     choice: str = ""
-    """The composer that was chosen, and why, if the request left that open; else empty."""
+    """The composer that was chosen, and why, if the request left that open; or why it could not choose; else empty."""
 
     def to_dict(self) -> dict[str, int | float | str]:
         """The fields by name."""

@@ -421,11 +421,10 @@ class Session(Shared):
     def _caution(self, plan: Plan, request: Request) -> None:
         """Log once for each store what its composers say of their answers."""
         host = replace(self.host, view=request.view)
-        place = str(request.view and request.view.source.blobs)
         composers = [region.composer for region in plan.regions if region.composer and not plan.choice]
         for composer in [request.composer, *composers] if plan.prompt.unread and not plan.choice else composers:
-            if not composer.exact and (place, composer.key) not in host.cautioned:
-                host.cautioned.add((place, composer.key))
+            if not composer.exact and (host.place, composer.key) not in host.cautioned:
+                host.cautioned.add((host.place, composer.key))
                 if caution := composer.caution(host):
                     logger.warning("%s", caution)
 
