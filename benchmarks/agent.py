@@ -3,7 +3,7 @@
 An agent of `create_agent` calls its only tool at every step and gets the next passage of the data; the choice is
 forced, as a small model would stop or repeat itself. Three agents on one engine, the cache cleared before each:
 
-- packs: the tool returns a handle and `KnowledgePackMiddleware` keeps the packs in the system head.
+- packs: the tool returns a handle, and `KnowledgePackMiddleware` bounds the prompt.
 - text: the tool returns the passage; the prefix tree reuses what it can.
 - none: as text, with nothing kept between calls, as engines without a prefix cache do it.
 
@@ -95,7 +95,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = parser.parse_args(argv)
     figures = run(arguments)
     steps = figures["steps"]
-    sent = [step["prompt_tokens"] for step in steps["packs"]][1:]
     kinds = (("sent", "prompt_tokens"), ("computed", "computed_tokens"), ("first", "ttft_s"))
     common.show_table(
         f"LangChain agents, {arguments.steps} steps, {figures['dtype']}",
@@ -105,7 +104,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             for step in _SHOWN
             if step <= arguments.steps
         ],
-        [f"Sent with packs from step 2 on, longest to shortest: {max(sent) / min(sent):.3f}"] if sent else (),
     )
     common.write_json(arguments.json, figures)
     return figures

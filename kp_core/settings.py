@@ -6,6 +6,7 @@ Needs pydantic, which both frameworks install; nothing else in the core imports 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Self, get_type_hints
 
 from pydantic import (
@@ -178,6 +179,11 @@ class ModelSettings(EngineSettings, _Options):  # type: ignore[misc]  # a table 
 
     def _view(self) -> PackView | None:
         return None if self.store is None else self.store.view(*self.namespaces, trusted_roles=self.trusted_roles)
+
+    def reading(self) -> tuple[Session, PackView | None]:
+        """Return what answers, and the packs that it may use."""
+        view = self._view()
+        return self._engine(), view and replace(view, mismatch=self._defaults().mismatch)
 
     def _set(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in MODEL_OPTIONS}

@@ -1,23 +1,45 @@
-"""Agent memory at constant cost: tool results become packs, and the prompt does not grow."""
+"""Agents whose tool results are packs: the prompt of a text agent, bounded, with what left it still to be found."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, NotRequired
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, Literal, NotRequired, cast
 
-from langchain.agents.middleware import AgentMiddleware, AgentState, ModelRequest, ModelResponse
-from langchain_core.messages import AnyMessage, ToolMessage, get_buffer_string
+from langchain.agents.middleware import AgentMiddleware, AgentState, ModelRequest, ModelResponse, ToolCallRequest
+from langchain_core.messages import (
+    AIMessage,
+    AnyMessage,
+    BaseMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+    get_buffer_string,
+)
 from langgraph.runtime import Runtime
+from langgraph.types import Command
 
-from kp_core import Session, find_handles, strip_handles
+from kp_core import FactStore, Handle, Session, find_handles, strip_handles
+from kp_core.banks.recall import recalled, remember
 from kp_core.engines.shared import session_of
 from kp_core.errors import OptionError
-from kp_core.packs.handle import check_namespace
+from kp_core.packs.handle import check_namespace, inert
 from kp_core.packs.store import open_packs
-from kp_core.packs.view import Packs
+from kp_core.packs.view import PackRef, Packs, PackView
+from kp_core.settings import core_role
 from kp_langchain.chat_model import ChatKnowledgePacks
 
-__all__ = ["KnowledgePackMiddleware", "PackState", "PackSummarizer"]
+__all__ = ["KnowledgePackMiddleware", "PackState", "PackSummarizer", "RepeatedCallMiddleware"]
+
+_START = HumanMessage("?")
+_LEFT = HumanMessage("(Earlier messages have left this conversation. What was found earlier can be searched again.)")
+_TOO_LONG = "(This result has {} tokens, more than the {} that fit here. Ask for less.)"
+_REPEATED = (
+    "You have called {} with the same arguments three times in a row, so it was not called again. Use the result "
+    "above, call it with other arguments, or answer."
+)
+_MOST_TOKENS = 512  # Of an answer without `max_tokens`, as in a request.
+_REPEATS = 3
 
 
 def _union(known: list[str], new: list[str]) -> list[str]:
@@ -32,18 +54,42 @@ class PackState(AgentState[Any]):
 
 
 class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
-    """Keeps the results of an agent's tools as packs, so that the prompt does not grow.
+    """Keeps an agent's prompt that of the same agent with text, and within bounds.
 
-    Handles in tool messages enter the state channel `packs` and stay there, whatever becomes of the messages. The model
-    is called with `compact` (see `kp_core.Request`): of tool exchanges that brought only handles the latest call stays,
-    so the prompt of step 20 is as long as that of step 2. Packs whose messages are gone (summarised, or of another
-    conversation) stand at the start of the system message.
+    The prompt is the conversation with packs in place of results, token for token. The messages behind the head (system
+    message and tools) take at most `memory_tokens` tokens, packs counted: by default half of what head and `max_tokens`
+    leave of the window, if the newest message of the user leaves room for it. Beyond, the oldest exchanges (a call and
+    its results) and messages leave the prompt in one block, down to half, so that its beginning stays cached between
+    blocks; one line says that earlier results can be searched again. A result that is too long alone is replaced by a
+    line that says so. The state keeps all messages. `memory_tokens=None` leaves this to a summariser.
 
-    Handles in `packs` count as brought by tools: a model whose `trusted_roles` lack `"tool"` does not use them. A model
-    other than a `ChatKnowledgePacks` raises `TypeError`.
+    The state channel `packs` lists the handles in results, whatever becomes of the messages. With `memory="search"`,
+    the newest message of the user is searched for in `facts`, among the facts of handles that have left, and at most
+    two packs, those that the model attends to, stand before it. Results that are text of no fact are added to `facts`
+    when they leave: in `keep_in`, or the model's only namespace.
+
+    Raises `OptionError` for bad settings, `TypeError` for a model other than a `ChatKnowledgePacks`.
     """
 
     state_schema = PackState
+
+    def __init__(
+        self,
+        *,
+        memory_tokens: int | Literal["half"] | None = "half",
+        memory: Literal["search"] | None = None,
+        facts: FactStore | None = None,
+    ) -> None:
+        super().__init__()
+        if memory_tokens not in ("half", None) and not (isinstance(memory_tokens, int) and memory_tokens > 0):
+            raise OptionError(f"Got memory_tokens={memory_tokens!r}; expected a number from 1 on, 'half' or None.")
+        if memory not in (None, "search") or (memory is None) != (facts is None):
+            raise OptionError(
+                f"Got memory={memory!r} and facts={facts!r}; expected memory='search' with the store of the facts that "
+                "the tools find, or neither."
+            )
+        self._most, self._facts = memory_tokens, facts
+        self._sizes, self._packs = dict[int, int](), dict[int, list[Handle]]()
 
     def before_model(self, state: PackState, runtime: Runtime[Any]) -> dict[str, Any] | None:
         """Add the handles in tool messages to the state."""
@@ -54,69 +100,196 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
     def wrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
     ) -> ModelResponse[Any]:
-        """Call the model with packs in place of tool results."""
-        return handler(_with_packs(request))
+        """Call the model with the messages that stay."""
+        return handler(self._bounded(request))
 
     async def awrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
     ) -> ModelResponse[Any]:
         """As `wrap_model_call`."""
-        return await handler(_with_packs(request))
+        return await handler(await asyncio.to_thread(self._bounded, request))
+
+    def _bounded(self, request: ModelRequest[Any]) -> ModelRequest[Any]:
+        model = request.model
+        if not isinstance(model, ChatKnowledgePacks):
+            kind = type(model).__name__
+            raise TypeError(f"Got an agent on {kind}; KnowledgePackMiddleware needs a ChatKnowledgePacks.")
+        settings = {**model.remembering(), **request.model_settings}
+        request = request.override(model_settings=settings)
+        if self._most is None:
+            return request
+        window = model.reading()[0].max_positions
+        packs = [pack for pack in (*(model.packs or ()), *settings.get("packs", ())) if isinstance(pack, str)]
+        system = [*map(SystemMessage, packs), *([request.system_message] if request.system_message else [])]
+        head = model.get_num_tokens_from_messages([*system, _START], request.tools)
+        answer = settings.get("max_tokens") or model.max_tokens or min(_MOST_TOKENS, window // 2)
+        room = max(0, window - head - answer)
+        room = room if self._most == "half" else min(self._most, room)
+        most = room // 2 if self._most == "half" else room
+        for_found = 0 if self._facts is None else most // 4
+        kept, left = self._split(request.messages, model, most - for_found - self._size([_LEFT], model), room)
+        if self._facts is not None:
+            kept = self._with_found(kept, left, request, self._facts, for_found)
+        if left:
+            kept.insert(sum(message.type == "system" for message in kept), _LEFT)
+        return request.override(messages=kept)
+
+    def _split(
+        self, messages: Sequence[AnyMessage], model: ChatKnowledgePacks, most: int, room: int
+    ) -> tuple[list[AnyMessage], list[AnyMessage]]:
+        """The messages that stay in the prompt, and those that have left it.
+
+        Told step by step from the first message on, so that each call of the model sees the blocks of the one before.
+        """
+        groups = list[list[AnyMessage]]()  # A message, with the results of its calls.
+        for message in messages:
+            if isinstance(message, ToolMessage) and groups:
+                groups[-1].append(message)
+            else:
+                groups.append([message])
+        sizes, asked = dict[int, int](), -1  # Of the groups that stay.
+        for at, group in enumerate(groups):
+            asked = at if isinstance(group[0], HumanMessage) else asked
+            beside = sizes.get(asked, 0)
+            limit = most if 2 * beside <= most else max(most, (room + beside) // 2)
+            groups[at] = self._shortened(group, model, limit - beside)
+            sizes[at] = self._size(groups[at], model)
+            if sum(sizes.values()) > limit:
+                for oldest in [each for each in sizes if each not in (at, asked) and groups[each][0].type != "system"]:
+                    if sum(sizes.values()) > limit // 2:
+                        del sizes[oldest]
+        kept = [message for at in sizes for message in groups[at]]
+        return kept, [message for at, group in enumerate(groups) if at not in sizes for message in group]
+
+    def _shortened(self, group: list[AnyMessage], model: ChatKnowledgePacks, room: int) -> list[AnyMessage]:
+        """`group` with a line in place of each result that is too long, if it has more than `room` tokens."""
+        results = [message for message in group if isinstance(message, ToolMessage)]
+        if not results or self._size(group, model) <= room:
+            return group
+        most = max(0, room - self._size(group[:1], model)) // len(results)
+        return [
+            message.model_copy(update={"content": _TOO_LONG.format(size, most)})
+            if isinstance(message, ToolMessage) and (size := self._size([message], model)) > most
+            else message
+            for message in group
+        ]
+
+    def _size(self, messages: Sequence[AnyMessage], model: ChatKnowledgePacks) -> int:
+        """The tokens of `messages` in a conversation, packs counted."""
+        said = [(message.type, message.text, repr(getattr(message, "tool_calls", ""))) for message in messages]
+        key = hash((model.model_name, *model.namespaces, *said))
+        if key not in self._sizes:
+            count = model.get_num_tokens_from_messages
+            self._sizes[key] = count([_START, *messages]) - count([_START])
+        return self._sizes[key]
+
+    def _with_found(
+        self,
+        kept: Sequence[AnyMessage],
+        left: Sequence[AnyMessage],
+        request: ModelRequest[Any],
+        facts: FactStore,
+        room: int,
+    ) -> list[AnyMessage]:
+        """`kept` with what was found for its newest message of the user. Results of no fact that left become facts."""
+        kept, model, state = [*kept], cast("ChatKnowledgePacks", request.model), cast("Any", request.state)
+        session, view = model.reading()
+        asked = [at for at, message in enumerate(kept) if isinstance(message, HumanMessage)]
+        question = strip_handles(kept[asked[-1]].text).strip() if asked else ""
+        if view is None or "tool" not in view.trusted_roles or not question:
+            return kept
+        only = next(iter(view.namespaces)) if len(view.namespaces) == 1 else None
+        namespace = str(request.model_settings.get("keep_in") or model.keep_in or only)
+        if namespace not in view.namespaces:
+            raise OptionError(f"Got keep_in={namespace!r}; expected one of {', '.join(sorted(view.namespaces))}.")
+        named = [name for name in state.get("packs") or () if isinstance(name, str)]
+        gone = dict.fromkeys(handle for name in named for *_, handle in find_handles(name))
+        for message in left:
+            key, text = hash((namespace, message.text)), strip_handles(message.text).strip()
+            if isinstance(message, ToolMessage) and key not in self._packs:
+                found = _packs_in(message, view)
+                texts = [text] if text and not found else []
+                self._packs[key] = found or remember(texts, facts, session, view.source, namespace)
+            gone |= dict.fromkeys(self._packs.get(key, ()))
+        here = {handle for message in kept for handle in _packs_in(message, view)}
+        packs = recalled(question, [each for each in gone if each not in here], facts, session, view, room=room)
+        if packs:
+            is_trusted, newest = "user" in view.trusted_roles, kept[asked[-1]]
+            block = "".join(f"{pack.handle if is_trusted else inert(pack.text)}\n\n" for pack in packs)
+            content = newest.content
+            content = block + content if isinstance(content, str) else [{"type": "text", "text": block}, *content]
+            kept[asked[-1]] = newest.model_copy(update={"content": content})
+        return kept
+
+
+class RepeatedCallMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
+    """Answers the third identical call in a row, since the last message of the user, with a result that says so.
+
+    A small model that repeats a call gets the same result, and so repeats it again. Not for a tool that gives something
+    else each time it is called.
+    """
+
+    def wrap_tool_call(
+        self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], ToolMessage | Command[Any]]
+    ) -> ToolMessage | Command[Any]:
+        """Run the call unless it is repeated."""
+        return _refusal(request) or handler(request)
+
+    async def awrap_tool_call(
+        self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Awaitable[ToolMessage | Command[Any]]]
+    ) -> ToolMessage | Command[Any]:
+        """As `wrap_tool_call`."""
+        return _refusal(request) or await handler(request)
 
 
 class PackSummarizer:
-    """A `summarizer` for LangChain's `SummarizationMiddleware` that needs no model: the words themselves, as one pack.
+    """A `summarizer` for LangChain's `SummarizationMiddleware` that loses nothing.
 
-    The summary is the handle of a pack that replaces the messages: what was said, from the newest word back,
-    `max_tokens` tokens at most, and the earlier summary before it. Packs that tools brought are left out, so that the
-    prompt has room; they can be searched for again. Packs go into `namespace`, compiled for the system message.
-
-    Raises `OptionError` for `max_tokens` below 1.
+    The messages become one pack. The summary is its handle, behind the handles of earlier summaries and of tools. Packs
+    go into `namespace`, compiled for the system message.
     """
 
-    def __init__(
-        self, engine: Session, store: Packs | str, *, namespace: str = "default", max_tokens: int = 1000
-    ) -> None:
+    def __init__(self, engine: Session, store: Packs | str, *, namespace: str = "default") -> None:
         self._engine, self._store, self._namespace = session_of(engine), open_packs(store), check_namespace(namespace)
-        if max_tokens < 1:
-            raise OptionError(f"Got max_tokens={max_tokens}; expected a number from 1 on.")
-        self._max_tokens = max_tokens
 
     def __call__(self, messages: list[AnyMessage]) -> str:
-        """The handle that stands for `messages`; empty if nothing was said."""
-        parts = list[str]()
+        """The handles that stand for `messages`."""
+        handles: dict[str, None] = {}
+        texts: list[BaseMessage] = []
         for message in messages:
-            if message.additional_kwargs.get("lc_source") == "summarization":
-                handles = (handle for *_, handle in find_handles(message.text) if handle.namespace == self._namespace)
-                parts += [pack.text for handle in handles if (pack := self._store.peek(handle))]
-            elif text := strip_handles(message.text).strip():
-                parts.append(get_buffer_string([message.model_copy(update={"content": text, "tool_calls": []})]))
-        tokenizer = self._engine.tokenizer
-        ids = tokenizer.encode("\n".join(parts), add_special_tokens=False)[-self._max_tokens :]
-        if not ids:
-            return ""
-        text = tokenizer.decode(ids)
-        return str(self._store.put(self._engine.build_pack(text, namespace=self._namespace, compiled_for="system")))
-
-
-def _with_packs(request: ModelRequest[Any]) -> ModelRequest[Any]:
-    model = request.model
-    if not isinstance(model, ChatKnowledgePacks):
-        raise TypeError(f"Got an agent on {type(model).__name__}; KnowledgePackMiddleware needs a ChatKnowledgePacks.")
-    state: Any = request.state
-    # A handle in a summary, or in a message of the user, brings its pack there.
-    named = [(handle, message.type) for message in request.messages for handle in _handles(message, brought=True)]
-    listed = {handle for handle, role in named if model.resolves(handle, role)}
-    # Anybody may write into a state; only handles that resolve are used.
-    candidates = [handle for handle in state.get("packs") or () if isinstance(handle, str) and handle not in listed]
-    readable = [handle for handle in candidates if model.resolves(handle, "tool")]
-    settings = {**model.remembering(), **request.model_settings, "compact": True}
-    if readable:
-        settings["packs"] = list(dict.fromkeys((*settings.get("packs", ()), *readable)))
-    return request.override(model_settings=settings)
+            is_summary = message.additional_kwargs.get("lc_source") == "summarization"
+            handles |= dict.fromkeys(_handles(message, brought=is_summary))
+            text = strip_handles(message.text).strip()
+            if text and not is_summary:
+                texts.append(message.model_copy(update={"content": text, "tool_calls": []}))
+        if texts:
+            text = get_buffer_string(texts)
+            handle = self._store.put(self._engine.build_pack(text, namespace=self._namespace, compiled_for="system"))
+            handles[str(handle)] = None
+        return "\n".join(handles)
 
 
 def _handles(message: AnyMessage, *, brought: bool = False) -> list[str]:
     """The handles in a tool message, or in any message if it is `brought` by us."""
     has_packs = brought or isinstance(message, ToolMessage)
     return [str(handle) for _, _, handle in find_handles(message.text)] if has_packs else []
+
+
+def _packs_in(message: AnyMessage, view: PackView) -> list[Handle]:
+    """The packs that a message brings, by their handles or texts."""
+    parts = view.split(message.text, core_role(message.type))
+    return [Handle.parse(part.handle) for part in parts if isinstance(part, PackRef)]
+
+
+def _refusal(request: ToolCallRequest) -> ToolMessage | None:
+    call, calls = request.tool_call, list[tuple[str, Any]]()
+    for message in request.state["messages"]:
+        calls = [] if isinstance(message, HumanMessage) else calls
+        for made in message.tool_calls if isinstance(message, AIMessage) else ():
+            calls.append((made["name"], made["args"]))
+            if made["id"] == call["id"]:
+                break
+    same = [(call["name"], call["args"])] * _REPEATS
+    if calls[-_REPEATS:] != same:
+        return None
+    return ToolMessage(_REPEATED.format(call["name"]), tool_call_id=call["id"], name=call["name"])

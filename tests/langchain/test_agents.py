@@ -1,6 +1,5 @@
 """Agents whose memory is packs: real model, real LangGraph, real checkpointer."""
 
-import itertools
 import logging
 
 import pytest
@@ -8,7 +7,6 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import (
     AgentMiddleware,
     HumanInTheLoopMiddleware,
-    ModelRequest,
     SummarizationMiddleware,
     wrap_model_call,
 )
@@ -20,12 +18,12 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.types import Command
 
-from kp_core import Fact, Handle, find_handles, load_engine
+from kp_core import Fact, find_handles, load_engine
 from kp_core.banks.delivery import compile_facts
-from kp_core.errors import OptionError
 from kp_langchain import (
     ChatKnowledgePacks,
     create_pack_search_tool,
+    resolve_documents,
     to_handles,
 )
 from kp_langchain.middleware import KnowledgePackMiddleware, PackSummarizer
@@ -80,39 +78,6 @@ def ask(agent, text, thread="1"):
     return agent.invoke({"messages": [HumanMessage(text)]}, config)
 
 
-# Counting tokens takes no more than a tiny model, and twenty steps of the bundled one take a minute.
-@pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
-@pytest.mark.parametrize(
-    ("placement", "count"),
-    [
-        ("in_place", 8),
-        pytest.param("system", 6, marks=pytest.mark.slow),
-        *(pytest.param(each, 20, marks=pytest.mark.slow) for each in ("in_place", "system")),
-    ],
-)
-def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(placement, count, model, pages, chat_engine):
-    chat_engine.clear_cache()
-    pages = pages[:count]
-    steps, model = Steps(count), model.model_copy(update={"placement": placement})
-    agent = create_agent(model, [reader(pages)], middleware=[KnowledgePackMiddleware(), steps])
-    state = ask(agent, "Read the whole book.")
-    assert state["packs"] == pages
-    sent = [usage["prompt_tokens"] for usage in steps.usage]
-    assert len(sent) == count + 1
-    assert max(sent[1:]) <= 1.05 * min(sent[1:])
-    lengths = [len(chat_engine.build_pack(page, compiled_for="system", lazy=True).token_ids) for page in PAGES[:count]]
-    for step, usage in enumerate(steps.usage):
-        assert usage["pack_tokens"] == sum(lengths[:step])
-        # Computed is what stands behind the new pack, and that pack.
-        assert usage["computed_tokens"] <= usage["prompt_tokens"] + max(lengths)
-    computed = [usage["computed_tokens"] for usage in steps.usage]
-    assert sum(computed) <= sum(sent) + sum(lengths)
-    if placement == "in_place":
-        # Only the latest call and its frame stand behind it.
-        assert max(computed[2:]) <= 0.6 * sent[2] + max(lengths)
-    assert [m.content for m in state["messages"] if isinstance(m, ToolMessage)] == pages
-
-
 def test_a_model_absorbs_without_a_middleware(chat_engine, store, pages):
     model = ChatKnowledgePacks(engine=chat_engine, store=store, namespaces=["book"], compact=True, max_tokens=1)
     messages = [HumanMessage("Read.")]
@@ -141,7 +106,7 @@ class Searches(AgentMiddleware):
     """In each turn of a conversation the model calls a tool `count` times, then says a word; notes what it was sent."""
 
     def __init__(self, count):
-        self.count, self.sent, self.said = count, [], []
+        self.count, self.usage, self.said = count, [], []
 
     def wrap_model_call(self, request, handler):
         people = [at for at, message in enumerate(request.messages) if message.type == "human"]
@@ -149,8 +114,7 @@ class Searches(AgentMiddleware):
         settings = {**request.model_settings, **({} if called < self.count else {"max_tokens": 1})}
         choice = "any" if called < self.count else "none"
         answer = handler(request.override(tool_choice=choice, model_settings=settings)).result[0]
-        kp = answer.response_metadata["kp"]
-        self.sent.append((kp["prompt_tokens"], kp["pack_tokens"]))
+        self.usage.append(answer.response_metadata["kp"])
         self.said.append((answer.text, [(call["name"], call["args"]) for call in answer.tool_calls]))
         return answer
 
@@ -165,27 +129,20 @@ def talk(model, tool, count, *middleware):
 
 
 @pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
-def test_packs_in_place_are_the_prompts_and_calls_of_text(model, pages):
+@pytest.mark.parametrize("middleware", [(), (KnowledgePackMiddleware(),)])
+def test_packs_in_place_are_the_prompts_and_calls_of_text(model, pages, chat_engine, middleware):
     model = model.model_copy(update={"placement": "in_place"})
-    text, packs = talk(model, reader(PAGES), 1), talk(model, reader(pages), 1)
-    assert [sum(tokens) for tokens in packs.sent] == [sum(tokens) for tokens in text.sent]
+    chat_engine.clear_cache()
+    text = talk(model.model_copy(update={"store": None, "namespaces": ()}), reader(PAGES), 2)
+    chat_engine.clear_cache()
+    packs = talk(model, reader(pages), 2, *middleware)
+    assert [usage["prompt_tokens"] + usage["pack_tokens"] for usage in packs.usage] == [
+        usage["prompt_tokens"] for usage in text.usage
+    ]
     assert packs.said == text.said
-    assert packs.sent[-1][1] > 100
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
-def test_over_turns_a_compacted_prompt_grows_by_words_and_not_by_searches(model, pages):
-    growths = []
-    for count in (1, 2):
-        searches = talk(model, reader(pages), count, KnowledgePackMiddleware())
-        sent = [prompt for prompt, _ in searches.sent]
-        per_turn = [sent[at : at + count + 1] for at in range(0, len(sent), count + 1)]
-        for turn in per_turn:
-            assert max(turn[1:]) == min(turn[1:])  # However often it searches.
-        ends = [turn[-1] for turn in per_turn]
-        growths += [later - earlier for earlier, later in itertools.pairwise(ends)]
-    assert max(growths) - min(growths) <= 4  # A word of the tiny model is a token or a few bytes.
+    assert packs.usage[-1]["pack_tokens"] > 100
+    for with_packs, with_text in zip(packs.usage, text.usage, strict=True):
+        assert with_packs["computed_tokens"] <= with_text["computed_tokens"]
 
 
 def test_a_checkpointer_keeps_packs_across_processes(model, pages, tmp_path):
@@ -240,6 +197,21 @@ def test_agents_that_share_an_engine_do_not_see_each_others_packs(model, pages, 
     assert all(usage["pack_tokens"] == 0 for usage in foreign.usage)
 
 
+def test_a_summary_forgets_nothing(model, pages, chat_engine, store):
+    summarizer = PackSummarizer(chat_engine, store, namespace="book")
+    middleware = [
+        SummarizationMiddleware(model, trigger=("messages", 6), keep=("messages", 2), summarizer=summarizer),
+        KnowledgePackMiddleware(),
+        Steps(4),
+    ]
+    state = ask(create_agent(model, [reader(pages)], middleware=middleware), "Read four pages of the book about Veyl.")
+    [summary] = [m for m in state["messages"] if m.additional_kwargs.get("lc_source") == "summarization"]
+    handles = [str(handle) for _, _, handle in find_handles(summary.text)]
+    texts = [document.page_content for document in resolve_documents(handles, store)]
+    assert any("Read four pages of the book about Veyl." in text for text in texts)
+    assert set(handles) | set(state["packs"]) >= set(pages[:4])
+
+
 def totals_of(model, pages, *middleware, totals=None):
     """What the model reads and writes at each step of reading these pages, as it reports it; and the conversation."""
     totals = [] if totals is None else totals
@@ -272,42 +244,6 @@ def test_the_summariser_wakes_above_its_share_of_the_window_and_not_below(model,
     assert summaries[0] == 4
     assert again[4] < int(0.8 * window)
     assert summaries == [step + 1 for step, total in enumerate(again[:-1]) if total >= int(0.8 * window)]
-
-
-def test_a_summary_is_one_pack_that_frees_room(model, pages, chat_engine, store):
-    model = model.model_copy(update={"placement": "in_place"})
-    totals, _ = totals_of(model, pages[:6])
-    window = round((totals[2] + totals[3]) / 2 / 0.8)
-    small = model.model_copy(update={"profile": {**model.profile, "max_input_tokens": window}})
-    summarizer = PackSummarizer(chat_engine, store, namespace="book", max_tokens=40)
-    settings = {"trigger": ("fraction", 0.8), "keep": ("messages", 2), "summarizer": summarizer}
-    again, messages = totals_of(small, pages[:6], SummarizationMiddleware(small, **settings))
-    fired = [step for step, total in enumerate(again[:-1]) if total >= int(0.8 * window)]
-    assert fired[0] == 3
-    assert all(again[step + 1] < int(0.8 * window) for step in fired)
-    [summary] = [m for m in messages if m.additional_kwargs.get("lc_source") == "summarization"]
-    [(*_, handle)] = find_handles(summary.text)
-    assert "Human: Read the book." in store.get(handle).text
-    assert not any(page in store.get(handle).text for page in PAGES)
-
-
-def test_a_summary_is_what_was_said_last(thin, store):
-    summarizer = PackSummarizer(thin, store, namespace="book")
-    assert summarizer([ToolMessage(str(Handle("book", "a" * 21)), tool_call_id="1")]) == ""
-    first = summarizer([HumanMessage("The boat is red."), AIMessage("Noted.")])
-    earlier = HumanMessage(f"So far:\n{first}", additional_kwargs={"lc_source": "summarization"})
-    second = summarizer([earlier, HumanMessage("The sail is blue.")])
-    text = store.get(Handle.parse(second)).text
-    assert text == "Human: The boat is red.\nAI: Noted.\nHuman: The sail is blue."
-    last = PackSummarizer(thin, store, namespace="book", max_tokens=4)([earlier, HumanMessage("It is blue.")])
-    assert store.get(Handle.parse(last)).text.endswith("is blue.")
-    assert len(thin.tokenizer.encode(store.get(Handle.parse(last)).text)) == 4
-    # A handle of another namespace in a summary that somebody else wrote is not read.
-    other = store.put(thin.build_pack("A secret of others.", namespace="other", lazy=True))
-    foreign = HumanMessage(f"So far:\n{other}", additional_kwargs={"lc_source": "summarization"})
-    assert summarizer([foreign]) == ""
-    with pytest.raises(OptionError, match="max_tokens"):
-        PackSummarizer(thin, store, max_tokens=0)
 
 
 def test_tools_that_are_not_trusted_bring_no_packs(model, pages):
@@ -375,19 +311,3 @@ def test_an_agent_goes_on_with_a_call_that_has_no_tags(lead):
     pieces = [piece for piece, _ in agent.stream(asked, stream_mode="messages") if piece.type == "AIMessageChunk"]
     assert "".join(piece.content for piece in pieces) == said[-1].content
     assert sum(len(piece.tool_call_chunks) for piece in pieces) > 0
-
-
-@pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
-def test_a_pack_in_a_summary_is_sent_once(chat_engine, store, pages):
-    """The state keeps the handles of tools, which the summary lists, too."""
-    model = ChatKnowledgePacks(engine=chat_engine, store=store, namespaces=["book"], max_tokens=2)
-    summary = HumanMessage(f"So far:\n{pages[0]}", additional_kwargs={"lc_source": "summarization"})
-    request = ModelRequest(model=model, messages=[summary], state={"messages": [], "packs": pages[:2]})
-    settings = KnowledgePackMiddleware().wrap_model_call(request, lambda changed: changed.model_settings)
-    assert settings["packs"] == [pages[1]]
-    distrustful = ChatKnowledgePacks(
-        engine=chat_engine, store=store, namespaces=["book"], trusted_roles=["tool"], max_tokens=2
-    )
-    request = request.override(model=distrustful)
-    settings = KnowledgePackMiddleware().wrap_model_call(request, lambda changed: changed.model_settings)
-    assert settings["packs"] == pages[:2]

@@ -113,20 +113,13 @@ async def test_a_cached_answer_is_that_of_the_packs_in_the_store(store, caplog):
     assert model.invoke(handle).response_metadata["kp"]["pack_tokens"] == 0
 
 
-@pytest.mark.parametrize("roles", [["tool"], ["tool", "human"]])
-def test_an_agent_whose_model_trusts_tools_alone_keeps_its_packs(roles, store):
-    handle = put(store, "The gate of the harbour is green.")
-    model = chat(store, engine=roomy_engine(), trusted_roles=roles, mismatch="rebuild", max_tokens=4)
-    agent = create_agent(model, [], middleware=[KnowledgePackMiddleware()])
-    said = agent.invoke({"messages": [HumanMessage("Which?")], "packs": [handle]})["messages"][-1]
-    assert said.response_metadata["kp"]["pack_tokens"] > 0
-
-
 @pytest.mark.parametrize("junk", ["no handle", "kp:mine/short", "kp:mine/" + "a" * 21, " ", 7, None])
 def test_junk_in_the_state_of_an_agent_does_not_stop_it(junk, store):
     handle = put(store, "The gate of the harbour is green.")
+    facts = MemoryFactStore(LetterEmbedder())
+    facts.add([Fact("The gate of the harbour is green.", namespace="mine")])
     model = chat(store, engine=roomy_engine(), mismatch="rebuild", max_tokens=4)
-    agent = create_agent(model, [], middleware=[KnowledgePackMiddleware()])
+    agent = create_agent(model, [], middleware=[KnowledgePackMiddleware(memory="search", facts=facts)])
     state = agent.invoke({"messages": [HumanMessage("Which?")], "packs": [junk, f"{handle} {handle}", handle]})
     assert isinstance(state["messages"][-1], AIMessage)
     assert state["messages"][-1].response_metadata["kp"]["pack_tokens"] > 0

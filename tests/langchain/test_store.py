@@ -350,7 +350,6 @@ def test_an_agent_remembers_across_threads_at_constant_prompt_length(chat_engine
         engine=chat_engine,
         store=packs,
         namespaces=[namespace_of(("memories", "ana"))],
-        placement="system",
         max_tokens=min(call_tokens, 100),
     )
 
@@ -370,7 +369,7 @@ def test_an_agent_remembers_across_threads_at_constant_prompt_length(chat_engine
         assert len(state["packs"]) == 1 + more
         sent.append(usage[-1]["prompt_tokens"])
         delivered.append(usage[-1]["pack_tokens"])
-    assert sent[0] == sent[1]
+    assert sent[1] - sent[0] <= 3  # The line feeds between packs.
     assert delivered[1] > 3.5 * delivered[0] > 0
     # The packs of Ana are no packs for whoever may not read her namespace.
     stranger = model.model_copy(update={"namespaces": [namespace_of(("memories", "bo"))]})

@@ -1,0 +1,67 @@
+"""Finds again what left a conversation: facts whose handles it has met, chosen by the model's attention."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from itertools import accumulate
+
+from kp_core.banks.base import Fact, content_id
+from kp_core.banks.delivery import Delivery
+from kp_core.banks.store import FactStore
+from kp_core.errors import KnowledgePackError
+from kp_core.packs.handle import Handle
+from kp_core.packs.view import PackRef, Packs, PackView
+from kp_core.plan.composer import composer_of
+from kp_core.prompt.conversation import GAP, Turn
+from kp_core.session.session import Session
+
+__all__ = ["recalled", "remember"]
+
+_NEAREST, _MOST = 20, 2
+
+
+def recalled(  # noqa: PLR0913 - where to look, and for what
+    question: str, handles: Iterable[Handle], facts: FactStore, session: Session, view: PackView, *, room: int
+) -> list[PackRef]:
+    """At most two packs of `handles` that `question` is about, with at most `room` tokens, the best one last.
+
+    Each is searched in its own namespace of `facts`; of the 20 nearest, `select` chooses. Where it cannot (no KV, or an
+    engine without attention), they are the nearest. Packs are left out that `view` may not read, that are deleted, that
+    the model may not use, or that are of no fact.
+    """
+    view = replace(view, model=session.fingerprint)
+    digests = defaultdict[str, dict[str, Handle]](dict)
+    for handle in handles:
+        if handle.namespace in view.namespaces and (pack := view.source.peek(handle)) is not None:
+            digests[handle.namespace][content_id(pack.text)] = handle
+    hits = [
+        hit
+        for space in sorted(digests.keys() & set(facts.namespaces()))
+        for hit in facts.search(question, _NEAREST, where={"kp:digest": {"$in": [*digests[space]]}}, namespace=space)
+    ]
+    near: dict[Handle, PackRef] = {}
+    for fact in (hit.fact for hit in sorted(hits, key=lambda hit: -hit.score)[:_NEAREST]):
+        handle = digests[fact.namespace][fact.digest]
+        with suppress(KnowledgePackError):  # Of another model.
+            if (pack := view.peek(handle)) is not None:
+                near[handle] = PackRef(str(handle), pack)
+    chosen = list(near.values())
+    if len(chosen) > 1 and "attention" in session.supports:
+        parts = [part for pack in chosen for part in (pack, GAP)]
+        turn, host = Turn("user", (*parts, question)), replace(session.host, view=view)
+        [turn] = composer_of(f"select:packs={_MOST}").arrange([turn], host).turns
+        selected = [part for part in turn.segments if isinstance(part, PackRef)]
+        chosen = selected[::-1] if len(selected) <= _MOST else chosen
+    sizes = accumulate(len(session.tokenizer.encode(pack.text, add_special_tokens=False)) for pack in chosen[:_MOST])
+    return [pack for pack, size in zip(chosen, sizes, strict=False) if size <= room][::-1]
+
+
+def remember(texts: Iterable[str], facts: FactStore, session: Session, store: Packs, namespace: str) -> list[Handle]:
+    """Store texts of no fact as facts of the conversation's `namespace`, with their packs; returns their handles."""
+    texts = list(texts)
+    if texts:
+        Delivery(facts, session, store, namespace=namespace).add([Fact(text) for text in texts], progress=False)
+    return [store.handle(text, namespace) for text in texts]

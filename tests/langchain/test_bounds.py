@@ -1,0 +1,293 @@
+"""What stands in an agent's prompt, what leaves it, and what is found again."""
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware, ModelRequest
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.tools import tool
+
+from kp_core import Fact, Handle, MemoryFactStore, PackStore, find_handles
+from kp_core.banks.delivery import Delivery
+from kp_core.errors import OptionError
+from kp_langchain import ChatKnowledgePacks
+from kp_langchain.middleware import KnowledgePackMiddleware, RepeatedCallMiddleware
+from tests.conftest import roomy_engine
+from tests.kits.stores import HashEmbedder
+
+PAGES = [
+    f"page {n}| In the year {1700 + n} the harbour had {7 * n} boats, and {n} of them were red." for n in range(30)
+]
+ENGINE = roomy_engine()
+
+
+@pytest.fixture
+def packs(tmp_path):
+    return PackStore(tmp_path / "packs")
+
+
+@pytest.fixture
+def facts():
+    return MemoryFactStore(HashEmbedder())
+
+
+@pytest.fixture
+def delivery(facts, packs):
+    # Without KV the nearest ones are found; a random model would choose any.
+    return Delivery(facts, ENGINE, packs, namespace="book", kv="lazy")
+
+
+@pytest.fixture
+def handles(delivery, packs):
+    delivery.add([Fact(page, id=str(number)) for number, page in enumerate(PAGES)], progress=False)
+    return [str(packs.handle(page, "book")) for page in PAGES]
+
+
+@pytest.fixture
+def model(packs):
+    return ChatKnowledgePacks(engine=ENGINE, store=packs, namespaces=["book"], max_tokens=8)
+
+
+def exchange(number, *results):
+    calls = [{"name": "read", "args": {"page": number}, "id": f"c{number}-{at}"} for at in range(len(results))]
+    found = [ToolMessage(text, tool_call_id=call["id"]) for text, call in zip(results, calls, strict=True)]
+    return [AIMessage("", tool_calls=calls), *found]
+
+
+def reading(found, question="Read the book."):
+    return [HumanMessage(question), *(part for at, text in enumerate(found) for part in exchange(at, text))]
+
+
+def sent(middleware, model, messages, *, packs=(), **settings):
+    """The messages that the model gets."""
+    request = ModelRequest(
+        model=model,
+        messages=messages,
+        system_message=SystemMessage("You read."),
+        state={"messages": messages, "packs": [*packs]},
+        model_settings=settings,
+    )
+    return middleware.wrap_model_call(request, lambda changed: changed).messages
+
+
+def behind(model, messages):
+    """Tokens behind the head, with the generation prompt."""
+    head = [SystemMessage("You read.")]
+    return model.get_num_tokens_from_messages([*head, *messages]) - model.get_num_tokens_from_messages(head)
+
+
+def results(messages):
+    return [message.text for message in messages if message.type == "tool"]
+
+
+def test_the_oldest_exchanges_leave_in_blocks(model, handles):
+    middleware, most, messages, before = KnowledgePackMiddleware(memory_tokens=1500), 1500, reading(handles), []
+    blocks = []
+    for step in range(len(handles) + 1):
+        kept = sent(middleware, model, messages[: 1 + 2 * step])
+        assert behind(model, kept) <= most
+        assert HumanMessage("Read the book.") in kept
+        assert results(kept) == handles[step - len(results(kept)) : step]
+        if kept[: len(before)] != before:
+            blocks.append(step)
+            assert behind(model, kept) <= 0.6 * most
+            assert "can be searched again" in kept[0].text
+        before = kept
+    assert 1 < len(blocks) < len(handles) / 3
+    # Another process, which sees the whole conversation at once, sends the same.
+    assert sent(KnowledgePackMiddleware(memory_tokens=1500), model, messages) == before
+    assert sent(KnowledgePackMiddleware(memory_tokens=None), model, messages) == messages
+
+
+def test_earlier_turns_leave_with_what_people_said(model, handles):
+    turns = [
+        message
+        for number, handle in enumerate(handles)
+        for message in (HumanMessage(f"Page {number}?"), *exchange(number, handle), AIMessage("It had boats."))
+    ]
+    kept = sent(
+        KnowledgePackMiddleware(memory_tokens=1500), model, [SystemMessage("Be kind."), *turns, HumanMessage("So?")]
+    )
+    assert [message.type for message in kept[:2]] == ["system", "human"]
+    assert kept[-5:] == [*turns[-4:], HumanMessage("So?")]
+    assert behind(model, kept[1:]) <= 1500
+    for at, message in enumerate(kept):  # No result without its call.
+        assert message.type != "tool" or kept[at - 1].type in ("ai", "tool")
+
+
+def test_by_default_half_of_the_window_is_left_to_messages(model, handles):
+    model = model.model_copy(update={"max_tokens": 2000})
+    kept = sent(KnowledgePackMiddleware(), model, reading(handles * 10))
+    room = ENGINE.max_positions - 2000 - model.get_num_tokens_from_messages([SystemMessage("You read.")])
+    assert 0.2 * room < behind(model, kept) <= 0.5 * room
+    # A long question keeps room for what is read about it.
+    question = "Read. " * 1600
+    kept = sent(KnowledgePackMiddleware(), model, reading(handles * 10, question))
+    assert question in [message.text for message in kept]
+    assert len(results(kept)) > 3
+    assert behind(model, kept) <= room
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_result_that_does_not_fit_is_named(model, handles, count):
+    long = "boats " * 50_000
+    messages = [HumanMessage("Read."), *exchange(0, *[long] * count)]
+    kept = sent(KnowledgePackMiddleware(), model, messages)
+    assert all("more than" in text and len(text) < 100 for text in results(kept))
+    assert behind(model, kept) < 2000
+    tight = sent(KnowledgePackMiddleware(memory_tokens=20), model, reading(handles[:3]))
+    assert len(results(tight)) == 1
+    assert "This result has" in results(tight)[0]
+
+
+def found_in(messages):
+    [asked] = [message for message in messages if message.type == "human" and "searched again" not in message.text]
+    return [str(handle) for *_, handle in find_handles(asked.text)]
+
+
+def searching(facts, most=1500):
+    return KnowledgePackMiddleware(memory_tokens=most, memory="search", facts=facts)
+
+
+def test_what_left_is_found_beside_the_question(model, handles, facts, delivery):
+    middleware = searching(facts)
+    messages = reading(handles, "page 3")
+    kept = sent(middleware, model, messages, packs=handles)
+    assert handles[3] in found_in(kept)
+    assert len(found_in(kept)) <= 2
+    assert not set(found_in(kept)) & set(results(kept))
+    assert behind(model, kept) <= 1500
+    # What this conversation has not met is not found, nor what was deleted.
+    assert handles[3] not in found_in(sent(searching(facts), model, reading(handles[4:], "page 3"), packs=handles[4:]))
+    delivery.delete(["3"])
+    assert handles[3] not in found_in(sent(middleware, model, messages, packs=handles))
+
+
+def test_the_heads_of_the_model_choose_among_the_nearest(model, handles, facts, packs, caplog):
+    Delivery(facts, ENGINE, packs, namespace="book").compile(facts.facts())
+    with caplog.at_level("INFO"):
+        found = found_in(sent(searching(facts), model, reading(handles, "page 3"), packs=handles))
+    assert 1 <= len(found) <= 2
+    assert set(found) < set(handles)
+    assert "cannot be compared" not in caplog.text
+
+
+def test_an_untrusted_user_gets_the_text(model, handles, facts):
+    wary = model.model_copy(update={"trusted_roles": ("tool",)})
+    asked = sent(searching(facts), wary, reading(handles, "page 3"), packs=handles)[1]
+    assert PAGES[3] in asked.text
+    assert not find_handles(asked.text)
+
+
+def test_results_of_no_fact_become_facts_of_the_conversation(model, facts, packs):
+    kept = sent(searching(facts), model, reading(PAGES, "page 2"))
+    left = len(PAGES) - len(results(kept))
+    assert {packs.get(Handle.parse(handle)).text for handle in found_in(kept)} < set(PAGES[:left])
+    assert {fact.text for fact in facts.facts(namespace="book")} == set(PAGES[:left])
+    # Again, in another process: nothing is stored twice.
+    assert found_in(sent(searching(facts), model, reading(PAGES, "page 2"))) == found_in(kept)
+    assert len(facts) == left
+    both = model.model_copy(update={"namespaces": ("book", "other")})
+    with pytest.raises(OptionError, match="keep_in"):
+        sent(searching(facts), both, reading(PAGES, "page 2"))
+    with pytest.raises(OptionError, match="keep_in='theirs'"):
+        sent(searching(facts), both, reading(PAGES, "page 2"), keep_in="theirs")
+    sent(searching(facts), both, reading([f"{page} Most sailed." for page in PAGES], "page 2"), keep_in="other")
+    assert facts.namespaces() == ("book", "other")
+
+
+def test_states_of_others_and_lost_packs_do_no_harm(model, handles, facts, packs, delivery):
+    secret = Delivery(facts, ENGINE, packs, namespace="theirs")
+    secret.add([Fact("page 3| The password is heron.")], progress=False)
+    theirs = str(packs.handle("page 3| The password is heron.", "theirs"))
+    state = [1, None, "x", "kp:no", theirs, *handles]
+    kept = sent(searching(facts), model, reading([theirs, *handles], "page 3"), packs=state)
+    assert found_in(kept)[-1] == handles[3]
+    assert theirs not in found_in(kept)
+    assert not any("heron" in fact.text for fact in facts.facts(namespace="book"))
+    packs.remove(Handle.parse(handles[3]))
+    assert handles[3] not in found_in(sent(searching(facts), model, reading(handles, "page 3"), packs=handles))
+    # A checkpoint without the channel.
+    request = ModelRequest(model=model, messages=reading(handles), state={"messages": []})
+    assert searching(facts).wrap_model_call(request, lambda changed: changed).messages
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"memory_tokens": 0}, "memory_tokens=0"),
+        ({"memory_tokens": "all"}, "memory_tokens='all'"),
+        ({"memory": "search"}, "with the store of the facts"),
+        ({"memory": "find"}, "memory='find'"),
+        ({"facts": object()}, "expected memory='search'"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(OptionError, match=message):
+        KnowledgePackMiddleware(**settings)
+
+
+async def test_an_agent_reads_beyond_its_window(model, handles):
+    class Reads(AgentMiddleware):
+        async def awrap_model_call(self, request, handler):
+            called = sum(message.type == "tool" for message in request.state["messages"])
+            assert behind(model, request.messages) <= 2000
+            return await handler(request.override(tool_choice="any" if called < 30 else "none"))
+
+    left = iter(handles)
+
+    @tool
+    def read() -> str:
+        """Read the next page."""
+        return next(left)
+
+    model = model.model_copy(update={"max_tokens": 60})
+    agent = create_agent(model, [read], middleware=[KnowledgePackMiddleware(memory_tokens=2000), Reads()])
+    state = await agent.ainvoke({"messages": [HumanMessage("Read.")]}, {"recursion_limit": 200})
+    assert results(state["messages"]) == state["packs"] == handles
+
+
+class Insists(AgentMiddleware):
+    """A model that makes these calls, then answers."""
+
+    def __init__(self, *calls):
+        self.calls = list(calls)
+
+    def wrap_model_call(self, request, handler):
+        if not self.calls:
+            return AIMessage("Done.")
+        named = [
+            {"name": "look", "args": {"at": at}, "id": f"{len(self.calls)}{n}"} for n, at in enumerate(self.calls[0])
+        ]
+        del self.calls[0]
+        return AIMessage("", tool_calls=named)
+
+    async def awrap_model_call(self, request, handler):
+        return self.wrap_model_call(request, handler)
+
+
+async def test_the_third_identical_call_in_a_row_is_answered(model):
+    looked = []
+
+    @tool
+    def look(at: str) -> str:
+        """Look at a thing."""
+        looked.append(at)
+        return f"It is {at}."
+
+    steps = ["a"], ["a"], ["b"], ["a"], ["a"], ["a"], ["a"], ["c", "c", "c"]
+    for run in ("invoke", "ainvoke"):
+        looked.clear()
+        agent = create_agent(model, [look], middleware=[RepeatedCallMiddleware(), Insists(*steps)])
+        asked = {"messages": [HumanMessage("Look.")]}
+        state = agent.invoke(asked) if run == "invoke" else await agent.ainvoke(asked)
+        assert sorted(looked) == ["a", "a", "a", "a", "b", "c", "c"]
+        assert ["three times in a row" in text for text in results(state["messages"])] == [
+            *[False] * 5,
+            *[True] * 2,
+            *[False] * 2,
+            True,
+        ]
+    # The user may ask for the same again.
+    agent = create_agent(model, [look], middleware=[RepeatedCallMiddleware(), Insists(["a"])])
+    again = agent.invoke({"messages": [*state["messages"][:4], HumanMessage("Again.")]})
+    assert results(again["messages"])[-1] == "It is a."
