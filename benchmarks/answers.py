@@ -45,7 +45,7 @@ from kp_core import PackStore, Session
 from kp_core.errors import OptionError
 from kp_core.plan.composer import composer_of
 
-__all__ = ["COLUMNS", "main", "row", "run"]
+__all__ = ["COLUMNS", "main", "read_log", "row", "run"]
 
 _REVERSED = "reversed"
 _COMPOSERS = ("splice", "select:packs=1", "select", _REVERSED)
@@ -160,7 +160,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All rows. Writes each record to the file beside `--json`, and takes from there what is done."""
     engine = common.load_engine(arguments)
     log = arguments.json and arguments.json.with_suffix(".jsonl")
-    earlier = _read(log) if log else {}
+    earlier = read_log(log) if log else {}
     figures: dict[str, Any] = {"dtype": arguments.dtype, "seed": arguments.seed, "rows": []}
     of_own = [(str(arguments.data), 0, 0)] if arguments.data else []
     cells = of_own or list(product(arguments.sets, arguments.packs, arguments.tokens))
@@ -202,9 +202,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def _read(log: Path) -> dict[str, dict[int, _Record]]:
+def read_log(log: Path) -> dict[str, dict[Any, _Record]]:
     """Records of earlier runs by cell and number; a line that was cut off is left out."""
-    found: dict[str, dict[int, _Record]] = {}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    found: dict[str, dict[Any, _Record]] = {}
     if log.exists() and not log.read_text(encoding="utf-8").endswith("\n"):
         with log.open("a", encoding="utf-8") as lines:
             lines.write("\n")

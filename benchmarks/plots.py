@@ -9,7 +9,7 @@ import matplotlib as mpl
 from cycler import cycler
 from matplotlib.figure import Figure
 
-__all__ = ["bars", "lines"]
+__all__ = ["bars", "lines", "points"]
 
 _MARKS = ("o-", "s--", "^:", "d-.")
 # Ink and colours that can be told apart by people who see no red or no green, on white and on black.
@@ -66,6 +66,21 @@ def bars(folder: Path, name: str, groups: Sequence[str], series: Mapping[str, Se
         axes.set(ylabel=label)
         # Above the axes: anywhere inside it may cover a bar.
         figure.legend(loc="outside upper center", ncols=min(3, len(series)), fontsize=8)
+
+    _save(draw, folder, name)
+
+
+def points(
+    folder: Path, name: str, places: Mapping[str, tuple[float, float, float, float]], labels: tuple[str, str]
+) -> None:
+    """Named points of x and y, with the interval of y from low to high; x is logarithmic."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        for at, (label, (x, y, low, high)) in enumerate(places.items()):
+            axes.errorbar(x, y, [[y - low], [high - y]], fmt=_MARKS[at % 4][0], color=f"C{at % 6}", label=label)
+        axes.set(xlabel=labels[0], ylabel=labels[1], xscale="log")
+        axes.legend(fontsize=8)
 
     _save(draw, folder, name)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -15,7 +17,7 @@ from pathlib import Path
 import httpx
 
 from kp_core import PackStore
-from kp_serve.access import add_key
+from kp_serve.access import KEYS_VARIABLE
 
 __all__ = ["SETTINGS", "KpServer"]
 
@@ -51,7 +53,8 @@ class KpServer:
         self.folder, self.path, self.model = folder, folder / "packs", model
         self.place = place or str(self.path)
         self.store = PackStore(self.place)
-        self.keys = {name: add_key(folder / "keys.json", [name], write=True) for name in namespaces}
+        self.keys = {name: secrets.token_hex(32) for name in namespaces}
+        self.rights: dict[str, object] = {key: {"namespaces": [name], "write": True} for name, key in self.keys.items()}
         self.dtype, self.options, self.environment = dtype, list(options), {**SETTINGS, **(environment or {})}
         self.ours = list(ours)
         self.process: subprocess.Popen[bytes] | None = None
@@ -64,12 +67,12 @@ class KpServer:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         log = self.folder / "server.log"
-        ours = ["serve", self.model, "--store", self.place, "--keys", str(self.folder / "keys.json")]
+        ours = ["serve", self.model, "--store", self.place]
         options = [*self.ours, "--port", str(port), "--dtype", self.dtype, "--", *self.options]
         with log.open("ab") as out:
             self.process = subprocess.Popen(  # noqa: S603 - our own command
                 [sys.executable, "-m", "kp_cli", *ours, *options],
-                env=os.environ | self.environment | environment,
+                env=os.environ | self.environment | {KEYS_VARIABLE: json.dumps(self.rights)} | environment,
                 stdout=out,
                 stderr=out,
                 start_new_session=True,

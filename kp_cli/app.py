@@ -36,7 +36,6 @@ _COMMANDS = {
     "status": ("checking", "What a collection, store or entry holds; with --cost, what packs would take."),
     "verify": ("checking", "Check that a collection, a store of packs or an entry of one can be trusted."),
     "doctor": ("doctor", "Machine, packages, whether a model is supported, and where storing KV pays."),
-    "mcp": ("mcp", "Serve a collection to agents over the Model Context Protocol."),
     "serve": ("serving", "Serve a model with its packs to a team, on vLLM."),
     "steer": ("steer", "Change how a model speaks, without a word in the prompt."),
     "calibrate": ("calibrating", "Which composers answer as well as the text, and how much sooner."),
@@ -45,6 +44,7 @@ _COMMANDS = {
 """Each command: its module, which is imported on call, as some take seconds; and its help."""
 
 _NO_VACUUM = "`chroma vacuum --path COLLECTION` is Chroma's own command"
+_KEYS = "keys are in the variable KP_API_KEYS (`kp serve --help`)"
 _GONE = {
     "add": "use `kp build COLLECTION [FILE...] [--fact TEXT]`",
     "ask --order": "packs stand as they are found",
@@ -55,7 +55,8 @@ _GONE = {
     "doctor MODEL": "use `kp doctor --model MODEL`",
     "gc": "use `kp remove COLLECTION --unused`",
     "inspect": "use `kp status PATH`",
-    "key": "use `kp serve --new-key FILE --namespace NAME`",
+    **dict.fromkeys(("key", "serve --keys", "serve --new-key", "serve --write"), _KEYS),
+    "mcp": "give your agent a search tool (docs/agents.md), or a server of `kp serve --facts`",
     "remove --vacuum": _NO_VACUUM,
     "remove --no-vacuum": _NO_VACUUM,
     "size": "use `kp status PATH... --cost`",

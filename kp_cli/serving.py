@@ -1,4 +1,4 @@
-"""`kp serve`: vLLM's own server with packs, and keys for it."""
+"""`kp serve`: vLLM's own server with packs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kp_core.errors import KnowledgePackError, MissingDependencyError, ModelErro
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.store import PackStore
-from kp_serve.access import Access, add_key, read_keys
+from kp_serve.access import KEYS_VARIABLE, Access, read_keys
 
 __all__ = ["serve"]
 
@@ -28,25 +28,17 @@ _Namespaces = Annotated[list[str], typer.Option("--namespace", metavar="NAME", h
 _OURS = ("--host", "--port", "--dtype", "--model", "--kv-transfer-config", "--uds")
 
 
-def serve(  # noqa: C901, PLR0913 - one parameter per option, and their checks
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A folder, a name on the hub, or bundled.")
-    ] = None,
+def serve(  # noqa: PLR0913 - one parameter per option, and their checks
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a name on the hub, or bundled.")],
     *,
     store: Annotated[
-        str | None, typer.Option(metavar="PLACE", help="Where the packs are: a folder, or a URL (s3://bucket/prefix).")
-    ] = None,
+        str, typer.Option(metavar="PLACE", help="Where the packs are: a folder, or a URL (s3://bucket/prefix).")
+    ],
     facts: Annotated[
         str | None, typer.Option(metavar="COLLECTION", help="Facts to search and change under /v1/facts.")
     ] = None,
-    keys: Annotated[Path | None, typer.Option(metavar="FILE", help="Who may read what; see --new-key.")] = None,
-    new_key: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Serve nothing: add a key for --namespace to this file, and print it."),
-    ] = None,
-    write: Annotated[bool, typer.Option("--write", help="The --new-key may compile and delete packs, too.")] = False,
     namespace: _Namespaces = ["default"],  # noqa: B006 - typer reads it
-    host: Annotated[str, typer.Option(help="Where to listen; other than this machine needs --keys.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Where to listen; other than this machine needs keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     dtype: Annotated[str, typer.Option(help="As of vLLM's --dtype.")] = "auto",
     compress: Annotated[
@@ -63,18 +55,14 @@ def serve(  # noqa: C901, PLR0913 - one parameter per option, and their checks
 ) -> None:
     """Serve a model with its packs: vLLM's OpenAI server, whose chat messages may hold handles.
 
-    Without --keys it listens on this machine alone, and whoever reaches it reads and writes the namespaces named.
+    The variable KP_API_KEYS says who may read what: JSON, {"KEY": {"namespaces": ["NAME"], "write": true}, ...}.
+    Without it the server listens on this machine alone, and whoever reaches it reads and writes the namespaces named.
     With the variable KP_SERVE_KEY (`openssl rand -hex 32`, the same for all servers of a store) it reads only KV that
     a server with this key has written.
     """
-    if new_key is not None:
-        typer.echo(add_key(new_key, namespace, write=write))  # Printed once; the file stores its hash.
-        return
-    if model is None or store is None or write:
-        raise typer.BadParameter("Expected a MODEL and --store PLACE to serve; --write goes with --new-key.")
-    if keys is None and not _is_local(host):
-        needed = "expected keys for what others can reach (`kp serve --new-key FILE`)"
-        raise ModelError(f"Got --host {host} and no --keys; {needed}.")
+    if not read_keys() and not _is_local(host):
+        needed = f"expected keys for what others can reach, in the variable {KEYS_VARIABLE} (`kp serve --help`)"
+        raise ModelError(f"Got --host {host} and no keys; {needed}.")
     from kp_core.banks.chroma import ChromaFactStore
     from kp_core.engines.hf.loading import bundled_model
     from kp_core.engines.hf.unloaded import rope_of, token_embeddings
@@ -83,7 +71,7 @@ def serve(  # noqa: C901, PLR0913 - one parameter per option, and their checks
 
     model = str(bundled_model()) if model == "bundled" and not Path(model).exists() else model
     # Report errors before a model loads.
-    _ = read_keys(keys) if keys else Access(tuple(namespace))
+    Access(tuple(namespace))
     _check_options(more or ())
     is_new = {place: _is_new(place) for place in (facts, store) if place is not None}
 
@@ -118,7 +106,6 @@ def serve(  # noqa: C901, PLR0913 - one parameter per option, and their checks
         "store": store,
         "facts": facts,
         "model": model,
-        "keys": keys and str(keys.absolute()),
         "namespaces": namespace,
         "immovable": immovable,
         "packets": packets,

@@ -5,7 +5,7 @@
     ├── ModelError        MissingDependencyError
     ├── PackError         PackNotFoundError, PackCorruptError
     ├── FactError         FactStoreLockedError
-    └── OptionError, UnsupportedRequestError, CacheBudgetError, GenerationTimeoutError
+    └── OptionError, UnsupportedRequestError, GenerationTimeoutError
 
 Each message says what was got, what was expected and what to do.
 """
@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 __all__ = [
-    "CacheBudgetError",
     "ContextOverflowError",
     "FactError",
     "FactStoreLockedError",
@@ -41,6 +40,7 @@ _GONE: Mapping[str, str] = {
     "deterministic": "an engine computes in one way, bit for bit where it supports 'bitwise'",
     "from_collection": "an adapter delivers what your own retriever finds (docs/vector-stores.md)",
     "order": "packs stand as they are given: give them in the order of an earlier request",
+    "pin": "the KV that was used last stays in memory, as much as cache_bytes allows",
     "mismatch='accept'": "'rebuild' computes packs of other numerics anew from their text",
     "upgrade": "a request with composer='exact' computes the exact KV and keeps it",
     "vacuum": "`chroma vacuum --path FOLDER` is Chroma's own command (docs/security.md)",
@@ -76,7 +76,7 @@ class ContextOverflowError(PromptError):
 
 
 class ModelError(KnowledgePackError):
-    """A model that cannot be loaded or served, was changed meanwhile, or is too busy for background work."""
+    """A model that cannot be loaded or served, was changed meanwhile, has too little memory, or takes no more work."""
 
 
 class MissingDependencyError(ModelError, ImportError):
@@ -111,17 +111,13 @@ class UnsupportedRequestError(KnowledgePackError):
     """An engine does not support the request; the message says which one does."""
 
 
-class CacheBudgetError(KnowledgePackError, MemoryError):
-    """The KV of prompt and answer exceeds `cache_bytes`, the memory for KV, or the device ran out of memory."""
-
-
 class GenerationTimeoutError(KnowledgePackError, TimeoutError):
     """An answer took longer than `timeout` seconds; its memory was released."""
 
 
 _FOLDED = {
     **dict.fromkeys(("HandleError", "TemplateError", "ToolError"), "PromptError"),
-    **dict.fromkeys(("BusyError", "ModelChangedError", "UnsupportedModelError"), "ModelError"),
+    **dict.fromkeys(("BusyError", "CacheBudgetError", "ModelChangedError", "UnsupportedModelError"), "ModelError"),
     **dict.fromkeys(("FingerprintMismatchError", "QuotaError"), "PackError"),
     **dict.fromkeys(("SamplingError", "SteeringError", "WrapperError"), "OptionError"),
     "SourceError": "FactError",

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from functools import partial
 from inspect import isfunction
 from operator import itemgetter
@@ -116,12 +116,13 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         shape, options = AnswerShape.of(_offer(tool) for tool in tools or ()), self._defaults()
         render = partial(self._engine().template.render, placement=options.placement, compact=options.compact)
         core_messages = to_messages(messages)
-        try:
-            return len(render(core_messages, view=self._view(), shape=shape))
-        except PromptError:  # `trim_messages` also counts parts of conversations, which some templates refuse.
-            calls = [json.dumps(message["tool_calls"]) for message in core_messages if "tool_calls" in message]
-            texts = [turn.content for turn in to_turns(core_messages, self._view())]
-            return sum(len(self.get_token_ids(text)) for text in (*texts, *calls))
+        # `trim_messages` also counts parts of conversations, from the last message on. Some templates refuse these.
+        for ordered in (core_messages, core_messages[::-1]):
+            with suppress(PromptError):
+                return len(render(ordered, view=self._view(), shape=shape))
+        calls = [json.dumps(message["tool_calls"]) for message in core_messages if "tool_calls" in message]
+        texts = [turn.content for turn in to_turns(core_messages, self._view())]
+        return sum(len(self.get_token_ids(text)) for text in (*texts, *calls))
 
     def resolves(self, handle: str, role: str = "system") -> bool:
         """Whether `handle` is that of a pack that this model may use from a message of `role`."""

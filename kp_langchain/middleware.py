@@ -10,7 +10,6 @@ from langchain.agents.middleware import AgentMiddleware, AgentState, ModelReques
 from langchain_core.messages import (
     AIMessage,
     AnyMessage,
-    BaseMessage,
     HumanMessage,
     SystemMessage,
     ToolMessage,
@@ -243,36 +242,43 @@ class RepeatedCallMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
 
 
 class PackSummarizer:
-    """A `summarizer` for LangChain's `SummarizationMiddleware` that loses nothing.
+    """A `summarizer` for LangChain's `SummarizationMiddleware` that needs no model: the words themselves, as one pack.
 
-    The messages become one pack. The summary is its handle, behind the handles of earlier summaries and of tools. Packs
-    go into `namespace`, compiled for the system message.
+    The summary is the handle of a pack that replaces the messages: what was said, from the newest word back,
+    `max_tokens` tokens at most, and the earlier summary before it. Packs that tools brought are left out, so that the
+    prompt has room; they can be searched for again. Packs go into `namespace`, compiled for the system message.
+
+    Raises `OptionError` for `max_tokens` below 1.
     """
 
-    def __init__(self, engine: Session, store: Packs | str, *, namespace: str = "default") -> None:
+    def __init__(
+        self, engine: Session, store: Packs | str, *, namespace: str = "default", max_tokens: int = 1000
+    ) -> None:
         self._engine, self._store, self._namespace = session_of(engine), open_packs(store), check_namespace(namespace)
+        if max_tokens < 1:
+            raise OptionError(f"Got max_tokens={max_tokens}; expected a number from 1 on.")
+        self._max_tokens = max_tokens
 
     def __call__(self, messages: list[AnyMessage]) -> str:
-        """The handles that stand for `messages`."""
-        handles: dict[str, None] = {}
-        texts: list[BaseMessage] = []
+        """The handle that stands for `messages`; empty if nothing was said."""
+        parts = list[str]()
         for message in messages:
-            is_summary = message.additional_kwargs.get("lc_source") == "summarization"
-            handles |= dict.fromkeys(_handles(message, brought=is_summary))
-            text = strip_handles(message.text).strip()
-            if text and not is_summary:
-                texts.append(message.model_copy(update={"content": text, "tool_calls": []}))
-        if texts:
-            text = get_buffer_string(texts)
-            handle = self._store.put(self._engine.build_pack(text, namespace=self._namespace, compiled_for="system"))
-            handles[str(handle)] = None
-        return "\n".join(handles)
+            if message.additional_kwargs.get("lc_source") == "summarization":
+                handles = (handle for *_, handle in find_handles(message.text) if handle.namespace == self._namespace)
+                parts += [pack.text for handle in handles if (pack := self._store.peek(handle))]
+            elif text := strip_handles(message.text).strip():
+                parts.append(get_buffer_string([message.model_copy(update={"content": text, "tool_calls": []})]))
+        tokenizer = self._engine.tokenizer
+        ids = tokenizer.encode("\n".join(parts), add_special_tokens=False)[-self._max_tokens :]
+        if not ids:
+            return ""
+        text = tokenizer.decode(ids)
+        return str(self._store.put(self._engine.build_pack(text, namespace=self._namespace, compiled_for="system")))
 
 
-def _handles(message: AnyMessage, *, brought: bool = False) -> list[str]:
-    """The handles in a tool message, or in any message if it is `brought` by us."""
-    has_packs = brought or isinstance(message, ToolMessage)
-    return [str(handle) for _, _, handle in find_handles(message.text)] if has_packs else []
+def _handles(message: AnyMessage) -> list[str]:
+    """The handles in a tool message."""
+    return [str(handle) for *_, handle in find_handles(message.text)] if isinstance(message, ToolMessage) else []
 
 
 def _packs_in(message: AnyMessage, view: PackView) -> list[Handle]:

@@ -118,7 +118,7 @@ class WrappedRetriever(PackRetriever):
 
         For the documents that the vector store has by now. Those that come later are compiled when they are found.
         """
-        facts = [_to_fact(document, self.namespace) for document in documents if _has_text(document)]
+        facts = (_to_fact(document, self.namespace) for document in documents if _has_text(document))
         return [str(handle) for handle in self._delivery().compile(facts, progress=progress) if handle is not None]
 
     def sync(self, documents: Iterable[Document] | None = None) -> list[str]:
@@ -150,20 +150,23 @@ class WrappedRetriever(PackRetriever):
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **options: Any
     ) -> list[Document]:
         config: RunnableConfig = {"callbacks": run_manager.get_child()}
-        return self._delivered(self.retriever.invoke(query, config, **options), config)
+        since = self.store.cancelled
+        return self._delivered(self.retriever.invoke(query, config, **options), config, since)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **options: Any
     ) -> list[Document]:
         config: RunnableConfig = {"callbacks": run_manager.get_child()}
+        since = self.store.cancelled
         documents = await self.retriever.ainvoke(query, config, **options)
-        return await asyncio.to_thread(self._delivered, documents, config)
+        return await asyncio.to_thread(self._delivered, documents, config, since)
 
-    def _delivered(self, documents: Sequence[Document], config: RunnableConfig) -> list[Document]:
+    def _delivered(self, documents: Sequence[Document], config: RunnableConfig, since: object) -> list[Document]:
         """`documents` with packs, except blank ones, and those that one of our retrievers returned as handles."""
         todo = {at: _to_fact(document, self.namespace) for at, document in enumerate(documents) if _has_text(document)}
         with set_config_context(config) as context:
-            results = context.run(self._delivery().deliver, [Hit(fact, 0.0) for fact in todo.values()])
+            hits = [Hit(fact, 0.0) for fact in todo.values()]
+            results = context.run(partial(self._delivery().deliver, hits, since=since))
         found = dict(zip(todo, results, strict=True))
         return [self._packed(document, found[at]) if at in found else document for at, document in enumerate(documents)]
 

@@ -20,7 +20,7 @@ import torch
 
 from kp_core.bundled import needing
 from kp_core.engines.local.buffer import memory_bytes
-from kp_core.errors import CacheBudgetError, MissingDependencyError, ModelError
+from kp_core.errors import MissingDependencyError, ModelError
 from kp_llama.state import BUILDS, TYPES
 
 __all__ = ["MOST_SEQUENCES", "Context", "Tokens"]
@@ -133,7 +133,7 @@ class Context:
     ) -> npt.NDArray[np.float32]:
         """Compute tokens of several sequences in one pass. Returns logits `(outputs, vocabulary)`, of each row in turn.
 
-        Raises `CacheBudgetError` without free cells, and `ModelError` if llama.cpp fails; then no row has new tokens.
+        Raises `ModelError` without free cells, and if llama.cpp fails; then no row has new tokens.
         """
         batch, indices = self._batch, list[int]()
         batch.n_tokens = 0
@@ -149,7 +149,7 @@ class Context:
             for sequence, start, _ in rows:
                 self.remove(sequence, start)
             if status == _NO_CELL:
-                raise CacheBudgetError(f"The {self.cells:,} cells of the context are taken. Load with more `cells`.")
+                raise ModelError(f"The {self.cells:,} cells of the context are taken. Load with more `cells`.")
             raise _failed(f"llama.cpp failed to compute {batch.n_tokens} tokens ({status})")
         logits = np.empty((len(indices), self.vocabulary), np.float32)
         for row, index in zip(logits, indices, strict=True):
@@ -180,7 +180,7 @@ class Context:
     def restore(self, sequence: int, size: int, write: Callable[[npt.NDArray[np.uint8]], object]) -> None:
         """Add the tokens of a state of `size` bytes to a sequence; `write` writes it.
 
-        Raises `CacheBudgetError` without free cells.
+        Raises `ModelError` without free cells.
         """
         alone = MOST_SEQUENCES
         if len(self._staging) < size:  # Used again, since new memory costs more than the copy.
@@ -188,7 +188,7 @@ class Context:
         write(state := self._staging[:size])
         if self.lib.llama_state_seq_set_data(self.context, _address(state), len(state), alone) != len(state):
             self.remove(alone)
-            raise CacheBudgetError(f"llama.cpp took no state of {len(state):,} bytes: its cells are taken.")
+            raise ModelError(f"llama.cpp took no state of {len(state):,} bytes: its cells are taken.")
         self.copy(alone, sequence)
         self.remove(alone)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.local.buffer import BufferPool, CacheShape, KVBuffer
 from kp_core.engines.local.tree import Name, PrefixTree
-from kp_core.errors import CacheBudgetError, UnsupportedRequestError
+from kp_core.errors import ModelError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.plan.plan import Limit
 from kp_core.rope import Rope
@@ -188,10 +188,10 @@ class SequencePool(BufferPool):
         self._used: list[SequenceBuffer] = []
         self._idle: list[SequenceBuffer] = []
 
-    def check(self, capacity: int, pinned: int = 0) -> None:  # noqa: ARG002 - pinned KV is not in the context
-        """Raise `CacheBudgetError` for a request that takes more cells than there are."""
+    def check(self, capacity: int) -> None:
+        """Raise `ModelError` for a request that takes more cells than there are."""
         if capacity > self._context.cells:
-            raise CacheBudgetError(
+            raise ModelError(
                 f"The prompt and its answer may take {capacity:,} tokens; expected at most the {self._context.cells:,} "
                 "cells of the context. Shorten the prompt, lower max_tokens, or load the engine with more `cells`."
             )

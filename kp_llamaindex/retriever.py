@@ -135,7 +135,7 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
 
     def compile(self, nodes: Iterable[BaseNode], *, progress: bool = True) -> list[str]:
         """Compile the packs of `nodes` that have none, before anybody asks; returns the handles of all."""
-        facts = [_fact_of(PackNode.from_node(node), self.delivery.namespace) for node in nodes if not _stays(node)]
+        facts = (_fact_of(PackNode.from_node(node), self.delivery.namespace) for node in nodes if not _stays(node))
         return [str(handle) for handle in self.delivery.compile(facts, progress=progress) if handle is not None]
 
     def sync(self, nodes: Iterable[BaseNode]) -> list[str]:

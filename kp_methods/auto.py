@@ -43,4 +43,6 @@ class AutoComposer(Composer):
         """What the chosen composer makes of the turns, and why it was chosen."""
         groups = [[len(pack.pack.token_ids) for pack in group.packs] for group in arranged(turns, {})[1]]
         composer, reason = calibrations_of(host).choice(groups, host.view, self.kept, self.low)
-        return replace(composer.arrange(turns, host), choice=f"{composer.key}, because {reason}")
+        arranged_turns = composer.arrange(turns, host)
+        reasons = filter(None, (f"{composer.key}, because {reason}", arranged_turns.choice))
+        return replace(arranged_turns, choice="; ".join(reasons))

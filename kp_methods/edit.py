@@ -222,14 +222,15 @@ def _compiled(
     pack: KnowledgePack, text: str, token_ids: tuple[int, ...], engine: Session, edits: Edits
 ) -> KnowledgePack:
     """The pack of `text` at the place of `pack`; the KV of their common first tokens is reused."""
-    before, packs = Prompt(pack.prefix, owner=pack.namespace), set[Span]()
+    before, sources = Prompt(pack.prefix, owner=pack.namespace), dict[Span, None]()
     reused = common_length(pack.token_ids, token_ids)
     # The states of recurrent layers are known only at the end of a pack.
     if reused and pack.kv is not None and (not pack.kv.states or reused == len(pack.token_ids)):
         span = _part(pack, 0, reused, len(before))
-        before, packs = replace(before, token_ids=before.token_ids + token_ids[:reused], spans=(span,)), {span}
+        before = replace(before, token_ids=before.token_ids + token_ids[:reused], spans=(span,))
+        sources[span] = None
     ids = pack.prefix + token_ids
-    plan = Plan(replace(before, token_ids=ids), plan_regions(before, packs), wanted=(len(pack.prefix), len(ids)))
+    plan = Plan(replace(before, token_ids=ids), plan_regions(before, sources), wanted=(len(pack.prefix), len(ids)))
     kv = _computed(engine, plan)
     provenance = edits.written(pack.provenance)
     return replace(pack, text=text, token_ids=token_ids, kv=kv, provenance=provenance, stored_bytes=0)

@@ -39,6 +39,7 @@ _LED = 0.55
 """Weight, averaged over the retrieval heads, from which on a pack counts as being about the words that were found."""
 _NAMED = 0.5
 """Share of the best pack's weight from which on a question counts as naming another pack, too."""
+_NO_HEADS = "no retrieval heads of this model were found"
 _WORDS = re.compile(r"\w+(?:['\u2019-]\w+)*")
 _ENDS = re.compile(r"(?<=[.!?])\s+|\n+")
 _PROBES = (
@@ -72,7 +73,8 @@ class SelectComposer(MeasuredComposer):
       and whatever their attention, until `least` packs are sent.
 
     The answer is that of the text of these packs, token for token; nothing of the others is in it, so questions about
-    all packs (how many, summarise) need `exact`.
+    all packs (how many, summarise) need `exact`. Where it cannot choose, all packs are sent, or as many of the first as
+    fit; `Usage.choice` and a warning say so.
 
     Raises `OptionError` for numbers below 1, and for `least` above `packs`.
     """
@@ -98,8 +100,11 @@ class SelectComposer(MeasuredComposer):
 
     def arrange(self, turns: Sequence[Turn], host: Host) -> Arrangement:
         """The turns with the packs that the model's attention selects."""
-        turns, unread = selector_of(host).selected(turns, self, host.view)
-        return Arrangement(turns, self, unread)
+        return selector_of(host).selected(turns, self, host)
+
+
+class _CannotChooseError(Exception):
+    """Packs that cannot be compared; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -129,23 +134,40 @@ class Selector:
         self._chosen: OrderedDict[Hashable, Handles] = OrderedDict()
         self._lock = threading.Lock()
 
-    def selected(
-        self, turns: Sequence[Turn], composer: SelectComposer, view: PackView | None
-    ) -> tuple[tuple[Turn, ...], int]:
-        """The turns with the packs that `composer` selects, and how many packs were left out.
+    def selected(self, turns: Sequence[Turn], composer: SelectComposer, host: Host) -> Arrangement:
+        """The turns with the packs that `composer` selects.
 
         Packs that have no KV yet, that are steered, corrected or of another model cannot be compared, so they and their
-        neighbours are all sent.
+        neighbours are all sent, from the first on, as far as they fit.
         """
-        orders, unread = dict[int, Handles](), 0
-        for number, group in enumerate(arranged(turns, {})[1]):
+        orders, whole, why = dict[int, Handles](), dict[int, list[PackRef]](), ""
+        groups = arranged(turns, {})[1]
+        for number, group in enumerate(groups):
             placed = arranged(turns, orders)[1][number]  # Its place depends on what was chosen before it.
             if len(group.handles) > 1:
-                chosen = self._best(placed, query_of(turns, group.turn), composer, view)
+                try:
+                    chosen = self._best(placed, query_of(turns, group.turn), composer, host.view)
+                except _CannotChooseError as error:
+                    why, chosen = str(error), group.handles
+                    whole[number] = list({pack.handle: pack for pack in group.packs}.values())
                 if chosen != group.handles:
                     orders[number] = chosen
-                    unread += len(group.handles) - len(chosen)
-        return (arranged(turns, orders)[0], unread) if orders else (tuple(turns), 0)
+        fits = True
+        while whole and (excess := host.excess(arranged(turns, orders)[0])) > 0:
+            number = max(whole, key=lambda at: len(whole[at]))
+            if len(whole[number]) == 1:
+                break
+            fits = False
+            while excess > 0 and len(whole[number]) > 1:
+                excess -= max(1, len(whole[number].pop().pack.token_ids))
+            orders[number] = tuple(pack.handle for pack in whole[number])
+        unread = sum(len(groups[number].handles) - len(order) for number, order in orders.items())
+        choice = f"{composer.key} could not choose, because {why}: " if why else ""
+        if why and (host.place, why) not in host.cautioned:
+            host.cautioned.add((host.place, why))
+            logger.warning("%sall packs are sent, or the first ones that fit.", choice)
+        choice += ("all are sent" if fits else "the first ones that fit are sent") if why else ""
+        return Arrangement(arranged(turns, orders)[0] if orders else tuple(turns), composer, unread, choice)
 
     def _best(self, group: Group, query: str, composer: SelectComposer, view: PackView | None) -> Handles:
         key = group.place, group.handles, query, composer.key
@@ -154,11 +176,7 @@ class Selector:
                 self._chosen.move_to_end(key)
                 return known
         packs = tuple({pack.handle: pack for pack in group.packs}.values())
-        found = self._looked_up(packs, query, composer, view)
-        if found is None:
-            logger.info("Packs %s cannot be compared; all of them are sent.", ", ".join(group.handles))
-            return group.handles
-        chosen = tuple(packs[at].handle for at in found)
+        chosen = tuple(packs[at].handle for at in self._looked_up(packs, query, composer, view))
         with self._lock:
             self._chosen[key] = chosen
             if len(self._chosen) > _REMEMBERED:
@@ -167,15 +185,13 @@ class Selector:
 
     def _looked_up(
         self, packs: Sequence[PackRef], query: str, composer: SelectComposer, view: PackView | None
-    ) -> list[int] | None:
-        """The places of the packs to send, in this order; `None` if packs cannot be compared.
+    ) -> list[int]:
+        """The places of the packs to send, in this order. Raises `_CannotChooseError`.
 
         What was found may name what the question does not, and another pack may be about that. Such a chain ends beside
         the question. Packs that the question names nearly as much as the best one stand before it.
         """
         seen = self._weights(packs, query, view)
-        if seen is None:
-            return None
         asked = [_most(weights) for weights in seen]
         chain, rest, known = [max(range(len(packs)), key=asked.__getitem__)], list(range(len(packs))), query
         while len(chain) < min(composer.packs, len(packs)):
@@ -184,8 +200,6 @@ class Selector:
             if not (words := _new_words(sentence, known)):
                 break
             looks = self._weights([packs[at] for at in rest], words, view)
-            if looks is None:
-                return None
             led = dict(zip(rest, map(_most, looks), strict=True))
             best = max(rest, key=lambda at: asked[at] + led[at])
             if led[best] < _LED:
@@ -212,21 +226,21 @@ class Selector:
         ranks = [share * (1 + len(words & _lower_words(text))) for share, text in zip(shares, sentences, strict=True)]
         return sentences[ranks.index(max(ranks))][:_QUERY_CHARACTERS]
 
-    def _weights(self, packs: Sequence[PackRef], query: str, view: PackView | None) -> list[Tensor] | None:
+    def _weights(self, packs: Sequence[PackRef], query: str, view: PackView | None) -> list[Tensor]:
         """How much the retrieval heads attend to the tokens of each pack, `(heads, tokens)` each."""
         for anew in (False, True):
             layers, heads = self._heads(view, anew=anew)
             weights = self._by_head(packs, query, view, max(layers) + 1)
             with suppress(IndexError):  # What was stored is not of this model.
-                return None if weights is None else [each[layers, heads] for each in weights]
+                return [each[layers, heads] for each in weights]
         raise AssertionError("heads that were just measured are there")
 
     def _by_head(
         self, packs: Sequence[PackRef], query: str, view: PackView | None, layers: int | None = None
-    ) -> list[Tensor] | None:
+    ) -> list[Tensor]:
         """How much `query` attends to the tokens of each pack, `(layers, heads, tokens)` each.
 
-        `None` if packs cannot be compared.
+        Raises `_CannotChooseError`.
         """
         # A pack of memory ends its line itself.
         parts: list[Segment] = [part for pack in packs for part in (pack, "" if pack.memory else GAP)]
@@ -235,24 +249,22 @@ class Selector:
             # More packs than the model has positions: each half is looked at by itself.
             at = len(packs) // 2
             first, second = (self._by_head(half, query, view, layers) for half in (packs[:at], packs[at:]))
-            return None if first is None or second is None else first + second
+            return first + second
         for span in prompt.spans:
             pack = span.pack
-            if (
-                pack.token_ids != prompt.token_ids[span.start : span.stop]
-                or pack.fingerprint != self._host.model
-                or pack.steering is not None
-                or pack.edits.errata
-                or not (pack.kv or pack.stored_bytes)
-            ):
-                return None
+            if pack.steering is not None or pack.edits.errata:
+                raise _CannotChooseError("some packs are steered or corrected")
+            if not (pack.kv or pack.stored_bytes) or pack.fingerprint != self._host.model:
+                raise _CannotChooseError("some packs are not compiled for this model")
+            if pack.token_ids != prompt.token_ids[span.start : span.stop]:
+                raise _CannotChooseError("some packs have other tokens beside others")
         if len(prompt.spans) != len(packs):
-            return None
+            raise _CannotChooseError("the template does not show all packs")
         start, stop = prompt.spans[0].start, prompt.spans[-1].stop
         region = Region(start, stop, "composed", prompt.spans, SpliceComposer())
         weights = self._host.attention(Plan(prompt, (Region(0, start, "computed"), region), packs=view), layers)
         if weights is None:
-            return None
+            raise _CannotChooseError("some packs are not compiled for this model")
         return [weights[..., span.start - start : span.stop - start] for span in prompt.spans]
 
     def _heads(self, view: PackView | None, *, anew: bool = False) -> tuple[list[int], list[int]]:
@@ -281,12 +293,15 @@ class Selector:
             texts = [text.format(name=name, value=value) for name, value in zip(names, values, strict=True)]
             packs = [PackRef(str(at), pack) for at, pack in enumerate(self._host.build(texts))]
             for at, name in list(enumerate(names))[::2]:
-                by_token = self._by_head(packs, question.format(name), None)
-                if by_token is None:
-                    raise AssertionError("packs that were just built can be compared")
+                try:
+                    by_token = self._by_head(packs, question.format(name), None)
+                except _CannotChooseError as error:
+                    raise _CannotChooseError(_NO_HEADS) from error
                 weights = torch.stack([each.amax(dim=-1) for each in by_token], dim=-1)
                 shares.append(weights[..., at] / weights.sum(dim=-1))
         mean = torch.stack(shares).mean(dim=0)
+        if not mean.isfinite().all():
+            raise _CannotChooseError(_NO_HEADS)
         best = mean.flatten().topk(min(_HEADS, mean.numel())).indices
         return (best // mean.shape[1]).tolist(), (best % mean.shape[1]).tolist()
 

@@ -1,28 +1,29 @@
-"""API keys of a server, hashed in a file, and what each key may do."""
+"""API keys of a server, from its environment, and what each key may do."""
 
 from __future__ import annotations
 
 import hmac
 import json
 import os
-import secrets
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from hashlib import sha256
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from kp_core.errors import ModelError
 from kp_core.packs.handle import check_namespace
 from kp_core.packs.view import TRUSTED_ROLES
 
-__all__ = ["Access", "access_of", "add_key", "read_keys"]
+__all__ = ["KEYS_VARIABLE", "Access", "access_of", "read_keys"]
+
+KEYS_VARIABLE = "KP_API_KEYS"
+"""Environment variable with the keys: JSON, a map from each key to the fields of its `Access`."""
+_MIN_CHARS = 20
 
 
 @dataclass(frozen=True)
 class Access:
     """Rights of a key: namespaces it may read, roles whose messages may hold handles, and whether it may `write` packs.
 
-    Raises `ModelError` for an unknown role.
+    Raises `ModelError` for an unknown role or a value of another type.
     """
 
     namespaces: tuple[str, ...]
@@ -30,46 +31,34 @@ class Access:
     write: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.namespaces, str) or isinstance(self.trusted_roles, str) or not isinstance(self.write, bool):
+            raise ModelError(f"Got {self}; expected lists of namespaces and of trusted roles, and true or false.")
         object.__setattr__(self, "namespaces", tuple(map(check_namespace, self.namespaces)))
         object.__setattr__(self, "trusted_roles", tuple(self.trusted_roles))
         if unknown := set(self.trusted_roles) - TRUSTED_ROLES:
             raise ModelError(f"Got the trusted roles {sorted(unknown)}; expected some of {sorted(TRUSTED_ROLES)}.")
 
 
-def read_keys(path: str | os.PathLike[str]) -> dict[str, Access]:
-    """The keys in a file: JSON, a map from the SHA-256 of each key (hexadecimal) to the fields of its `Access`.
-
-    A plain hash is safe, as keys are long and random. Raises `ModelError` for a file of another form.
-    """
+def read_keys() -> dict[str, Access]:
+    """The keys in `KEYS_VARIABLE`; none without it. Raises `ModelError` if it has another form, or for a short key."""
     try:
-        return {str(digest): Access(**fields) for digest, fields in json.loads(Path(path).read_bytes()).items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        fields_of = json.loads(os.environ.get(KEYS_VARIABLE) or "{}")
+        keys = {str(key): Access(**fields) for key, fields in fields_of.items()}
+    except (ModelError, ValueError, TypeError, AttributeError) as error:
         raise ModelError(
-            f"{path} is no file of keys ({error}). Make one with `kp serve --new-key {path} --namespace NAME`."
+            f"{KEYS_VARIABLE} holds no keys ({error}). Expected JSON, such as "
+            '{"KEY": {"namespaces": ["NAME"], "write": true}}.'
         ) from error
+    if any(len(key) < _MIN_CHARS for key in keys):
+        raise ModelError(
+            f"{KEYS_VARIABLE} has a key of fewer than {_MIN_CHARS} characters. `openssl rand -hex 32` makes one."
+        )
+    return keys
 
 
 def access_of(keys: Mapping[str, Access], key: str | None) -> Access | None:
     """The rights of `key` among those of `read_keys`; `None` for an unknown key."""
-    digest = _hash(key or "")
+    given = (key or "").encode()
     # Compare with all keys, so that the duration does not reveal which one matched.
-    matches = [access for stored_digest, access in keys.items() if hmac.compare_digest(stored_digest, digest)]
-    return matches[0] if key and matches else None
-
-
-def add_key(path: str | os.PathLike[str], namespaces: Iterable[str], *, write: bool = False) -> str:
-    """Add a new key for these namespaces to a file, and return it. The file stores only its hash."""
-    file, key = Path(path), "kp-" + secrets.token_urlsafe(32)
-    keys = read_keys(file) if file.exists() else {}
-    keys[_hash(key)] = Access(tuple(namespaces), write=write)
-    data = json.dumps({digest: asdict(access) for digest, access in keys.items()}, indent=2) + "\n"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    staged = file.with_name(file.name + ".new")
-    with os.fdopen(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-        out.write(data)
-    staged.replace(file)
-    return key
-
-
-def _hash(key: str) -> str:
-    return sha256(key.encode()).hexdigest()
+    matches = [access for known, access in keys.items() if hmac.compare_digest(known.encode(), given)]
+    return matches[0] if matches else None

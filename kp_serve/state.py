@@ -57,7 +57,7 @@ class ServerState:
     model: str
     identity: ModelFingerprint
     keys: Mapping[str, Access] | Access
-    """The rights of each key by its hash, or those of everybody, where no key is needed."""
+    """The rights of each key, or those of everybody, where no key is needed."""
     key: bytes
     facts: FactStore | None = None
     immovable: str = ""
@@ -78,12 +78,11 @@ class ServerState:
 
         settings = json.loads(os.environ[VARIABLE])
         key = server_key()
-        everybody = Access(tuple(settings["namespaces"]), write=True)
         return cls(
             PackStore(settings["store"], seal=key if settings["sealed"] else None),
             settings["model"],
             ModelFingerprint.from_dict(settings["identity"]),
-            read_keys(settings["keys"]) if settings["keys"] else everybody,
+            read_keys() or Access(tuple(settings["namespaces"]), write=True),
             key,
             None if settings["facts"] is None else ChromaFactStore(settings["facts"]),
             **{name: settings[name] for name in ("immovable", "packets", "unresolved")},

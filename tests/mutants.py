@@ -93,8 +93,8 @@ FAULTS = (
     Fault("kp_core/engines/local/tree.py", "node.begin += at", "node.begin += at - 1", f"{_ENGINES}/test_tree.py"),
     Fault(
         "kp_core/engines/local/tree.py",
-        "return not (node.pins or node.users or any",
         "return not (node.users or any",
+        "return not (any",
         f"{_ENGINES}/test_tree.py",
     ),
     Fault(

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -84,7 +85,7 @@ class Fact:
     def _default_id(self) -> str:
         return content_id(self.text, self.namespace, self.source)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """BLAKE2b digest of the text."""
         return content_id(self.text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -94,6 +95,7 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
             if not is_current(units[pack.text]):
                 with suppress(PackNotFoundError):
                     store.remove(handle)
+                    store.bury(handle)
                 continue
             results[space, pack.text] = handle
             sizes.append(len(pack.token_ids))
@@ -209,7 +211,7 @@ def provenance_of(fact: Fact, unit: Unit) -> dict[str, str]:
 
     `id` is the id of the fact or document, if it was given one.
     """
-    facts = str(fact.metadata.get("facts", "")) if unit != "fact" else ""
+    facts = json.dumps(fact.metadata["facts"]) if unit != "fact" and "facts" in fact.metadata else ""
     fact_id = fact.id if unit == "fact" and fact.is_named else ""
     fields = {"title": fact.title, "source": fact.source, "unit": unit, "facts": facts, "id": fact_id}
     return {name: value for name, value in fields.items() if value}

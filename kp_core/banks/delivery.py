@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -103,7 +104,7 @@ class Delivery:
         stored = self.facts.facts(ids=[fact_id for _, fact_id in texts], namespace=self.namespace) if texts else ()
         outdated = [fact for fact in stored if texts.get((fact.namespace, fact.id), fact.text) != fact.text]
         report = self.facts.add(facts, overwrite=overwrite)
-        self._discard(outdated)
+        self._discard(outdated, texts)
         facts = [fact for fact in facts if fact.id not in report.superseded]
         units = facts if self.unit == "fact" else self._units(self._held(facts), self.unit)
         logger.info("Compiling %d packs of %d facts.", len(units), len(facts))
@@ -116,7 +117,7 @@ class Delivery:
         stored = self.facts.get(fact.id, namespace=fact.namespace)
         fact = self.facts.update(fact)
         if stored.text != fact.text:
-            self._discard([stored])
+            self._discard([stored], {(fact.namespace, fact.id): fact.text})
         self.compile(self._units([fact], self.unit), progress=False)
         return fact
 
@@ -137,7 +138,7 @@ class Delivery:
         if not self._is_current(fact):
             self._discard([fact])
         fact = self.facts.update(replace(fact, text=edited.text))
-        self.store.put(edited)
+        self.store.bury(self.store.handle(pack.text, fact.namespace), self.store.put(edited))
         if not self._is_current(fact):
             self._discard([fact])
         return fact
@@ -236,25 +237,31 @@ class Delivery:
             logger.warning("There is no fact of the namespace %r.", namespace)
         return self.deliver(list(by_unit.values())[:k])
 
-    def deliver(self, hits: Sequence[Hit]) -> list[Found]:
-        """Turn hits, of this or any other search, into units with the handles of their packs, in the same order."""
+    def deliver(self, hits: Sequence[Hit], *, since: object = None) -> list[Found]:
+        """Turn hits, of this or any other search, into units with the handles of their packs, in the same order.
+
+        `since`: `store.cancelled` when that search began, so that a `cancel` during it counts.
+        """
+        since = since or self.store.cancelled
         units = [self._around(hit.fact, self.unit) for hit in hits]
         if self.engine is None:
             handles = [self._lookup(unit) for unit in units]
         elif self.precompile == "idle":
-            handles = self._compiled_when_idle(units, self.engine)
+            handles = self._compiled_when_idle(units, self.engine, since)
         else:
-            handles = self.compile(units, progress=False)
+            handles = self.compile(units, progress=False, since=since)
         log_event(logger, "packs found", units=len(units), packs=sum(handle is not None for handle in handles))
         return [Found(hit, unit, handle) for hit, unit, handle in zip(hits, units, handles, strict=True)]
 
-    def compile(self, units: Iterable[Fact], *, stored: bool = True, progress: bool = True) -> list[Handle | None]:
+    def compile(
+        self, units: Iterable[Fact], *, stored: bool = True, progress: bool = True, since: object = None
+    ) -> list[Handle | None]:
         """Run `compile_facts` with the settings of this object.
 
         A unit whose facts are deleted before its pack is stored has none. Facts that are not `stored` yet are compiled
-        in any case.
+        in any case. `since` is as in `deliver`.
         """
-        since = self.store.cancelled
+        since = since or self.store.cancelled
         return compile_facts(
             *(units, self._compiler, self.store),
             unit=self.unit,
@@ -268,8 +275,8 @@ class Delivery:
     def cancel(self) -> None:
         """Without a fact store: forget what waits to be compiled into this store by this process.
 
-        Call it when texts were deleted elsewhere, before their packs are deleted. A search that finds others of the
-        texts lets them wait again.
+        Call it when texts were deleted elsewhere, before their packs are deleted. What a delivery that has begun finds
+        is forgotten, too; the next one lets it wait again.
         """
         self.store.cancelled = object()
 
@@ -285,10 +292,8 @@ class Delivery:
         if self.unit == "document" and unit.source:
             members = self._facts.facts(where={"kp:source": unit.source}, namespace=unit.namespace)
             return _joined(members) == unit.text
-        by_id: dict[str, Any] = {"ids": [unit.id]}
-        by_text: dict[str, Any] = {"where": {"kp:digest": unit.digest}}  # Another fact may have the same text.
-        found = (self._facts.facts(namespace=unit.namespace, **wanted) for wanted in (by_id, by_text))
-        return any(fact.text == unit.text for facts in found for fact in facts)
+        # By its text: another fact may have the same.
+        return any(self._facts.facts(where={"kp:digest": unit.digest}, namespace=unit.namespace))
 
     def refuse_unreadable(self, facts: Iterable[Fact]) -> None:
         """Raise `PackError` for a text longer than half of the model's context: requests that find it would fail."""
@@ -302,11 +307,12 @@ class Delivery:
                     "of what the model reads. Cut it into several."
                 )
 
-    def forget(self, *handles: Handle) -> None:
-        """Delete packs, as far as they exist."""
+    def forget(self, *handles: Handle, successor: Handle | None = None) -> None:
+        """Delete packs, as far as they exist, and mark their handles as deleted, or as replaced by `successor`."""
         for handle in handles:
             with suppress(PackNotFoundError):
                 self.store.remove(handle)
+                self.store.bury(handle, successor)
 
     def all_units(self) -> list[Fact]:
         """Return all units in the namespace of this object."""
@@ -342,7 +348,7 @@ class Delivery:
             _joined(members),
             title=title or (titles.pop() if len(titles) == 1 else ""),
             source=source,
-            metadata={"facts": " ".join(member.id for member in members)},
+            metadata={"facts": [member.id for member in members]},
             namespace=fact.namespace,
         )
 
@@ -352,7 +358,7 @@ class Delivery:
             raise FactError("There is no engine to compile packs with; pass one: `Delivery(facts, engine, store)`.")
         return self.engine
 
-    def _compiled_when_idle(self, units: Sequence[Fact], engine: Session) -> list[Handle | None]:
+    def _compiled_when_idle(self, units: Sequence[Fact], engine: Session, since: object) -> list[Handle | None]:
         """Return the handles of packs that are compiled, and compile the others when the engine is idle."""
         compiled, _ = find_compiled(
             *(units, engine, self.store),
@@ -360,7 +366,6 @@ class Delivery:
             lazy=self.kv == "lazy" or engine.is_lazy,
         )
         missing = [unit for unit in units if (unit.namespace, unit.text) not in compiled]
-        since = self.store.cancelled
 
         def steps() -> Iterator[object]:
             for unit in missing:
@@ -371,7 +376,7 @@ class Delivery:
                     time.sleep(_QUIET_S)
                     yield None  # While a request is answered, this takes as long.
                 if self._is_current(unit, since):
-                    yield self.compile([unit], progress=False)
+                    yield self.compile([unit], progress=False, since=since)
 
         if missing:
             with suppress(ModelError):  # The next search finds them again.
@@ -385,21 +390,27 @@ class Delivery:
         logger.warning("There is no pack of fact %r in %r; it goes as text.", unit.id, self.store)
         return None
 
-    def _discard(self, gone: Sequence[Fact]) -> None:
-        """Delete the packs of deleted facts: their own, and those of units that contained them."""
+    def _discard(self, gone: Sequence[Fact], replaced: Mapping[tuple[str, str], str] = {}) -> None:
+        """Delete the packs of deleted facts: their own, and those of units that contained them.
+
+        `replaced` are the new texts of facts by namespace and id.
+        """
         digests = [fact.digest for fact in gone]
         remaining = self.facts.facts(where={"kp:digest": {"$in": digests}}, namespace=self.namespace) if gone else ()
         texts = {(fact.namespace, fact.text) for fact in remaining}  # Another fact may have the same text.
-        unused = (fact for fact in gone if (fact.namespace, fact.text) not in texts)
-        self.forget(*(self.store.handle(fact.text, fact.namespace) for fact in unused))
+        for fact in gone:
+            if (fact.namespace, fact.text) not in texts:
+                text = replaced.get((fact.namespace, fact.id))
+                successor = None if text is None else self.store.handle(text, fact.namespace)
+                self.forget(self.store.handle(fact.text, fact.namespace), successor=successor)
         if self.unit == "fact" or not gone:
             return
         ids = {(fact.namespace, fact.id) for fact in gone}
         for handle in list(self.store):
             pack = self.store.peek(handle) if handle.namespace in {space for space, _ in ids} else None
-            members = "" if pack is None else f" {pack.provenance.get('facts', '')} "  # Ids may hold any characters.
-            if pack and any(space == handle.namespace and f" {member} " in members for space, member in ids):
-                left = self.facts.facts(ids=members.strip().split(" "), namespace=handle.namespace)
+            members = [] if pack is None else _members(pack)
+            if pack and any((handle.namespace, member) in ids for member in members):
+                left = self.facts.facts(ids=members, namespace=handle.namespace)
                 if _joined(left) != pack.text:  # Another fact of the unit may have the same text.
                     self.forget(handle)
 
@@ -408,6 +419,14 @@ class Delivery:
         ids = list(dict.fromkeys(fact.id for fact in facts))
         stored = {(fact.namespace, fact.id) for fact in self.facts.facts(ids=ids)}
         return [fact for fact in facts if (fact.namespace, fact.id) in stored]
+
+
+def _members(pack: KnowledgePack) -> list[str]:
+    """Return the ids of the facts of a unit's pack. The provenance of a pack of others may hold anything."""
+    with suppress(ValueError, RecursionError):
+        members = json.loads(pack.provenance.get("facts", "[]"))
+        return list(map(str, members)) if isinstance(members, list) else []
+    return []
 
 
 def _joined(members: Iterable[Fact]) -> str:

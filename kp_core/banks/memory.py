@@ -34,12 +34,14 @@ class MemoryFactStore(FactStore):
         space: str,
         *,
         ids: Sequence[str] | None = None,
-        where: Filter | None = None,  # noqa: ARG002 - the caller tests every row, too
+        where: Filter | None = None,
         vectors: bool = False,  # noqa: ARG002 - they are at hand
     ) -> Iterator[Row]:
-        held = self._held[space]
+        held, digest = self._held[space], (where or {}).get("kp:digest")
         chosen = held.keys() if ids is None else set(ids)
-        yield from [row for fact_id, row in held.items() if fact_id in chosen]
+        # The caller tests every row, too; but a digest is asked for with each fact that is compiled.
+        of_text = (row for fact_id, row in held.items() if fact_id in chosen)
+        yield from [row for row in of_text if not isinstance(digest, str) or row.fact.digest == digest]
 
     def _nearest(self, space: str, vector: Vectors, count: int, where: Filter | None = None) -> list[Hit]:
         test = predicate(where or {})

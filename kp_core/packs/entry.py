@@ -1,4 +1,4 @@
-"""KV at rest: `Entry`, its file, and the entries of one prompt. `docs/format.md` specifies the file."""
+"""KV at rest: `Entry`, and its file. `docs/format.md` specifies the file."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ import json
 import logging
 import struct
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b, sha256
 from itertools import accumulate, chain, pairwise
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kp_core.errors import KnowledgePackError, ModelError, PackCorruptError, PackError
+from kp_core.errors import KnowledgePackError, PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import Buffer
 from kp_core.packs.codec import Compression, check_compression, decode, digest, encode, in_threads
@@ -29,10 +26,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.pack import check_integers
 
-if TYPE_CHECKING:
-    from kp_core.packs.view import Packs
-
-__all__ = ["VERSION", "Entry", "EntryFile", "KeptKV", "digest_of", "encode_entry", "open_entry", "read_header"]
+__all__ = ["VERSION", "Entry", "EntryFile", "digest_of", "encode_entry", "open_entry", "read_header"]
 
 logger = logging.getLogger(__name__)
 
@@ -360,56 +354,3 @@ def _dtype(name: str) -> torch.dtype:
 
 def _mac(file: EntryFile, seal: bytes) -> str:
     return hmac.new(seal, b"kp-entry-v2\0" + to_json(_content(file), sort_keys=True).encode(), sha256).hexdigest()
-
-
-@dataclass
-class KeptKV:
-    """The entries that fit along one prompt, by their parts `start:stop`, and the new KV that it will store."""
-
-    store: Packs
-    namespaces: Collection[str]
-    keys: dict[tuple[int, int], Entry]
-    """The entry of each part that may be kept."""
-    is_urgent: bool = False
-    """Whether `write` finishes before the call returns."""
-    wanted: frozenset[tuple[int, int]] = frozenset()
-    """The parts whose KV will be stored."""
-    taken: list[tuple[Entry, KVTensors]] = field(default_factory=list)
-
-    @property
-    def parts(self) -> Sequence[tuple[int, int]]:
-        """The parts of the prompt that may be kept, in order."""
-        return sorted(self.keys)
-
-    def has(self, start: int, stop: int) -> bool:
-        """Whether the store has KV of this part that this view may read."""
-        entry = self.keys.get((start, stop))
-        return entry is not None and self.store.has(entry, self.namespaces)
-
-    def read(self, start: int, stop: int) -> KVTensors | None:
-        """Return KV of a part on the CPU, up to `stop` or the last token in common with the stored entry, or `None`."""
-        entry = self.keys.get((start, stop)) or next((each for at, each in self.keys.items() if at[0] == start), None)
-        kv = None if entry is None else self.store.read(entry, self.namespaces)
-        return kv if kv is None or kv.tokens <= stop - start else kv.slice(0, stop - start)
-
-    def take(self, start: int, stop: int, kv: KVTensors) -> None:
-        """Collect `kv` of a part, to be stored after the answer."""
-        self.taken.append((self.keys[start, stop], kv))
-
-    def write(self, when_idle: Callable[[Callable[[], Iterator[None]]], object]) -> None:
-        """Store the collected KV: now if `is_urgent`, otherwise when the engine is idle."""
-        if self.taken and self.is_urgent:
-            deque(self._steps(), maxlen=0)
-        elif self.taken:
-            with suppress(ModelError):  # A later request can store it.
-                when_idle(self._steps)
-
-    def _steps(self) -> Iterator[None]:
-        """Store the collected KV, one entry per step; on an I/O error, skip the entry."""
-        while self.taken:
-            entry, kv = self.taken.pop(0)
-            try:
-                self.store.write(entry, kv)
-            except (OSError, PackError) as error:
-                logger.warning("KV of %s could not be kept: %s", ", ".join(sorted(entry.owners)), error)
-            yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import shutil
@@ -62,7 +63,8 @@ class PackStore(Packs):
 
     `max_bytes` bounds all files: a `put` that needs space deletes the entries whose last use is longest ago, but no
     text. By default, what is put has no bound, and what requests kept beside it has 2 GiB, but at most a twentieth of
-    the folder's disk. Such an entry also goes when it was unused for `keep_seconds`.
+    the folder's disk. Such an entry also goes when it was unused for `keep_seconds`. Marks of deleted packs last
+    `tombstone_days`; 0 leaves none.
 
     `secret` makes handles: 64 hexadecimal digits, or several with commas, newest first, during a rotation. A folder
     makes its own by default. Object storage never holds it (default: the variable `KP_SECRET`). `seal` is a server's
@@ -74,23 +76,27 @@ class PackStore(Packs):
 
     keeps = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - every setting has a default that works
         self,
         place: str | os.PathLike[str] | Blobs,
         *,
         secret: str | None = None,
         max_bytes: int | None = None,
         keep_seconds: float | None = None,
+        tombstone_days: float = 90,
         seal: bytes | None = None,
         **unknown: object,
     ) -> None:
         for name in unknown:
             raise OptionError(f"A store has no option {name!r}.{gone(name)}")
+        if not 0 <= tombstone_days < math.inf:
+            raise PackError(f"Got tombstone_days={tombstone_days}; expected a number of days from 0 on.")
         for name, bound in {"max_bytes": max_bytes, "keep_seconds": keep_seconds}.items():
             if bound is not None and bound <= 0:
                 raise PackError(f"Got {name}={bound}; expected a positive number, or None for no bound.")
         self.blobs: Blobs = open_blobs(place) if isinstance(place, str | os.PathLike) else place
         self.max_bytes, self.keep_seconds, self._seal = max_bytes, keep_seconds, seal
+        self.tombstone_days = tombstone_days
         self._source, self._given_secrets = place, bool(secret or seal)
         try:
             self.secrets = load_secrets(self.blobs, secret)
@@ -121,7 +127,8 @@ class PackStore(Packs):
                 "processes instead, or open the store in the process that needs it."
             )
         source = str(self.blobs) if isinstance(self.blobs, FolderBlobs) else self._source
-        return partial(PackStore, source, max_bytes=self.max_bytes, keep_seconds=self.keep_seconds)
+        options = {name: getattr(self, name) for name in ("max_bytes", "keep_seconds", "tombstone_days")}
+        return partial(PackStore, source, **options)
 
     def __repr__(self) -> str:
         return f"PackStore({str(self.blobs)!r}, max_bytes={self.max_bytes})"
@@ -191,9 +198,33 @@ class PackStore(Packs):
                 if self.blobs.stat(text_key) is None:  # The pack was removed in between.
                     self.blobs.delete(entry.key)
         self._uses.note(entry.key if pack.kv else text_key)
+        if not stored:
+            self.blobs.delete(_buried_key(handle))
         if text != stored:
             self.note_change()
         return handle
+
+    def bury(self, handle: Handle, successor: Handle | None = None) -> None:
+        """As `Packs.bury`; deletes marks that have lapsed."""
+        if self.tombstone_days:
+            key = _buried_key(handle)
+            for other, stat in list(self.blobs.list(key.rpartition("/")[0] + "/")):
+                if self._has_lapsed(stat):
+                    self.blobs.delete(other)
+            content = [successor.id.encode()] if successor and successor.namespace == handle.namespace else []
+            self.blobs.write(key, content, if_absent=not content)
+
+    def buried(self, handle: Handle) -> Handle | bool:
+        """As `Packs.buried`."""
+        key = _buried_key(handle)
+        with suppress(FileNotFoundError):
+            if (stat := self.blobs.stat(key)) and not self._has_lapsed(stat):
+                successor = bytes(self.blobs.read(key)).decode()
+                return Handle(handle.namespace, successor) if successor else True
+        return False
+
+    def _has_lapsed(self, mark: BlobStat) -> bool:
+        return mark.modified < time.time() - self.tombstone_days * 24 * 3600
 
     def put_again(self, pack: KnowledgePack) -> bool:
         """Store the KV of `pack` if its text is stored; `False` if the text is removed before or meanwhile."""
@@ -635,6 +666,10 @@ def _names(entry: Entry) -> str:
 
 def _text_key(handle: Handle) -> str:
     return f"packs/{handle.namespace}/{handle.id[:2]}/{handle.id}.txt"
+
+
+def _buried_key(handle: Handle) -> str:
+    return f"deleted/{handle.namespace}/{handle.id[:2]}/{handle.id}"
 
 
 def _forgotten_key(namespace: str) -> str:

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 TRUSTED_ROLES = frozenset({"system", "user", "tool"})
 
+_DELETED, _REPLACED = "This passage was deleted.", "This passage was replaced:\n"
+
 Mismatch: TypeAlias = Literal["error", "rebuild"]
 """What to do with a pack of another model; see `usable`."""
 Unresolved: TypeAlias = Literal["error", "warn", "text"]
@@ -81,7 +83,7 @@ class Packs(Shared, ABC):
     """Where the packs' bytes lie; measurements on the packs are stored beside them."""
     keeps: bool = False
     """Whether `has`, `read` and `write` keep the KV that requests compute; else it is not asked for."""
-    cancelled: object = None
+    cancelled: object = object()
     """A token that changes when what waits to be compiled into this store is cancelled; see `Delivery.cancel`."""
 
     @cached_property
@@ -124,6 +126,16 @@ class Packs(Shared, ABC):
         """Delete the pack; raises `PackNotFoundError` if there is none."""
         raise self._is_only_read()
 
+    def bury(self, handle: Handle, successor: Handle | None = None) -> None:
+        """Leave a mark that the pack of a deleted text is gone, or replaced by `successor`. By default there is none.
+
+        It holds no text. Putting the text again lifts it, and a mark that names a successor stays.
+        """
+
+    def buried(self, handle: Handle) -> Handle | bool:  # noqa: ARG002
+        """Return what a mark says of the pack: its successor, else whether there is one."""
+        return False
+
     def __iter__(self) -> Iterator[Handle]:
         """Yield the handles of all packs."""
         raise self._is_only_read()
@@ -161,7 +173,8 @@ class PackView:
     """The packs that a conversation may use: a store, the allowed namespaces, and the roles that may bring handles.
 
     A handle that does not resolve (namespace not allowed, role not trusted, no such pack) stays plain text, and a
-    request says what follows (`unresolved`). The text of a pack is never searched for handles.
+    request says what follows (`unresolved`). In place of a pack whose text was deleted stands a line that says so, with
+    the pack that replaced it. The text of a pack is never searched for handles.
 
     With `recognise`, the exact texts of packs in messages of trusted roles count as packs; handles inside them stay
     text. With a `model`, the view returns only packs that this model may use (see `usable`). Raises `PackError` if
@@ -192,6 +205,14 @@ class PackView:
         """Return the pack with its KV."""
         return self._usable(self.source.get(handle, self._key(key)), handle)
 
+    def has(self, entry: Entry) -> bool:
+        """See `Packs.has`."""
+        return self.source.has(entry, self.namespaces)
+
+    def read(self, entry: Entry) -> KVTensors | None:
+        """See `Packs.read`."""
+        return self.source.read(entry, self.namespaces)
+
     def _key(self, key: PackKey | None) -> PackKey | None:
         return PackKey(self.model) if key is None and self.model is not None else key
 
@@ -216,17 +237,24 @@ class PackView:
         for start, stop, item in sorted(spans, key=lambda part: (part[0], -part[1])):
             if start < end:
                 continue
-            if isinstance(item, PackRef):
-                reference = item
-            else:
-                pack = self.resolve(item, role)
-                if pack is None:
-                    continue
-                reference = PackRef(str(item), pack)
-            segments += [text[end:start], reference]
-            end = stop
+            if parts := (item,) if isinstance(item, PackRef) else self._parts(item, role):
+                segments += [text[end:start], *parts]
+                end = stop
         segments.append(text[end:])
         return tuple(segment for segment in segments if segment != "")
+
+    def _parts(self, handle: Handle, role: str) -> tuple[Segment, ...]:
+        """What stands for `handle`: its pack, or if that was deleted a line, with the pack that replaced it."""
+        if role not in self.trusted_roles or handle.namespace not in self.namespaces:
+            return ()
+        met: list[Handle] = []
+        at: Handle | bool = handle
+        while isinstance(at, Handle) and at not in met:
+            if (pack := self.peek(at)) is not None:
+                return (*[_REPLACED] * bool(met), PackRef(str(at), pack))
+            met.append(at)
+            at = self.source.buried(at)
+        return (_DELETED,) if at or len(met) > 1 else ()
 
     def _recognised(self, text: str, role: str) -> Iterator[tuple[int, int, PackRef]]:
         """Yield where texts of packs stand in `text`."""
@@ -255,7 +283,8 @@ def why_unresolved(name: str, view: PackView | None, role: str | None = None) ->
         return "it is not a whole handle"
     if handle.namespace not in view.namespaces:
         return f"namespace {handle.namespace!r} is not allowed, only {', '.join(sorted(view.namespaces)) or 'none'}"
-    return f"no such pack in {view.source.blobs or view.source}"
+    what = "its text was deleted" if view.source.buried(handle) else "no such pack"
+    return f"{what} in {view.source.blobs or view.source}"
 
 
 def usable(pack: KnowledgePack, model: ModelFingerprint, mismatch: Mismatch, name: str) -> KnowledgePack:

@@ -52,9 +52,16 @@ class Host:
     """Compiles texts."""
     view: PackView | None = None
     """The packs that the request may read; `view.source.blobs` is where a composer may keep what it measured."""
+    excess: Callable[[Sequence[Turn]], int] = lambda _: 0
+    """How many tokens these turns and the answer have more than the model has positions."""
     cautioned: set[tuple[str, str]] = field(default_factory=set)
-    """Stores, and keys of composers whose `caution` was logged for them."""
+    """Stores, and keys of composers whose `caution` was logged for them, or other warnings."""
     _memory: dict[type, Any] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """Where the packs of the request lie, as `cautioned` names it."""
+        return str(self.view and self.view.source.blobs)
 
     def remembered(self, kind: type[Made], make: Callable[[], Made]) -> Made:
         """The object of that kind, made once for the model."""
@@ -68,7 +75,8 @@ class Host:
 class Arrangement:
     """The turns to send, and what composes their packs.
 
-    `unread` packs were left out. `choice` says which composer was chosen, and why, if the request left that open.
+    `unread` packs were left out. `choice` says which composer was chosen, and why, if the request left that open, or
+    why this one could not choose among packs.
     """
 
     turns: Sequence[Turn]
@@ -139,13 +147,6 @@ class ExactComposer(Composer):
 
     exact = True
     key = "exact"
-
-
-@dataclass(frozen=True)
-class OverwrittenComposer(Composer):
-    """Leaves packs whose KV was overwritten (`ModelFingerprint.is_edit_of`) as they are, where they were compiled."""
-
-    key = "overwritten"
 
 
 def placed(

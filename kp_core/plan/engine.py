@@ -13,6 +13,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from kp_core.kv import KVTensors
+from kp_core.packs.entry import Entry
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan.plan import Limit, Plan
 from kp_core.tools import Scores
@@ -59,6 +60,8 @@ class TokenStream:
         """The negative log-probability of each token of a forced answer."""
         self.logprobs: list[Scores] = []
         """With `Sampling.gives_logprobs`, those of each token so far, added before the token is given."""
+        self.kept: list[tuple[Entry, KVTensors]] = []
+        """The KV of `Plan.keep`, on the CPU, as far as it was computed."""
         self.limit = Limit()
         """When a long prefill must end early, with the finish `"cancelled"` and no token. The session sets it before it
         reads the first token, and checks it itself after each token."""
@@ -165,17 +168,11 @@ class HasCache(Protocol):
     def cached_tokens(self, plan: Plan) -> int:
         """How many tokens of the prompt, from the first on, are in memory now."""
 
-    def pin(self, plan: Plan) -> object:
-        """Keep the prompt of `plan` in memory until `unpin` is called with the returned object."""
-
-    def unpin(self, pinned: object) -> None:
-        """Undo one `pin`."""
-
     def clear_cache(self) -> None:
-        """Drop all KV that is neither pinned nor in use."""
+        """Drop all KV that is not in use."""
 
     def refresh(self) -> None:
-        """Start to use the model as it is now. Raises `ModelError` while KV is pinned or in use."""
+        """Start to use the model as it is now. Raises `ModelError` while KV is in use."""
 
 
 @runtime_checkable

@@ -6,14 +6,14 @@ import bisect
 import math
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import get_args
 
 from kp_core.errors import OptionError
-from kp_core.packs.entry import KeptKV
+from kp_core.packs.entry import Entry
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.view import PackView
 from kp_core.plan.composer import Composer
@@ -136,9 +136,11 @@ class Plan:
     forced: tuple[int, ...] = ()
     """The answer itself, if the request asks for its likelihood."""
     packs: PackView | None = None
-    """Where the KV of packs is read. The prompt may also use KV of these namespaces from the prefix tree."""
-    kept: KeptKV | None = field(default=None, compare=False)
-    """Kept KV of chunks with packs: where the plan reads it and stores new KV."""
+    """What may be read of a store. The prompt may also use KV of these namespaces from the prefix tree."""
+    entries: Mapping[tuple[int, int], Entry] = field(default_factory=dict, compare=False)
+    """The stored entries that fit along the prompt, each by its tokens `start:stop` there."""
+    keep: Mapping[tuple[int, int], Entry] = field(default_factory=dict, compare=False)
+    """Entries to store: the engine gives their KV to `TokenStream.kept`."""
     unsteered: Plan | None = None
     """For a steered prompt: the plain plan up to the end of its first steered region, which follows plain KV."""
     wanted: tuple[int, int] = (0, 0)
@@ -176,18 +178,17 @@ class Plan:
 
 def plan_regions(
     prompt: Prompt,
-    packs: Collection[Span] = (),
-    composed: Mapping[Span, Composer] | None = None,
+    sources: Mapping[Span, Composer | None] = {},
     steered: Sequence[Region] = (),
 ) -> tuple[Region, ...]:
-    """Divide a prompt into regions, in order: `packs` use their own KV, `composed` spans their composer.
+    """Divide a prompt into regions, in order. A pack in `sources` is filled by its composer, or uses its own KV.
 
     With `steered` regions, all packs are computed; the KV before the first comes from a plain plan (`Plan.unsteered`).
     """
     planned = steered or [
-        Region(span.start, span.stop, "composed" if composer else "pack", (span,), composer)
+        Region(span.start, span.stop, "composed" if sources[span] else "pack", (span,), sources[span])
         for span in prompt.spans
-        if (composer := (composed or {}).get(span)) or span in packs
+        if span in sources
     ]
     regions: list[Region] = []
     end = 0
@@ -217,25 +218,19 @@ def _composed(regions: Sequence[Region]) -> tuple[Region, ...]:
     return tuple(joined)
 
 
-def plan_steered(
-    prompt: Prompt,
-    steering: Steering | None,
-    scope: Scope | None,
-    *,
-    answering: bool = True,
-) -> tuple[Region, ...]:
+def plan_steered(prompt: Prompt, steering: Steering | None, scope: Scope | None) -> tuple[Region, ...]:
     """Return the steered regions of `prompt`, in order, for its steered packs and for `steering` and `scope`.
 
     Without `scope`, the system head is steered, with its packs; but only the packs if some stand elsewhere or have a
-    steering of their own. Parts of one message form one region. When `answering`, the last token of the prompt is in no
-    region, so the first token of the answer sees the steering.
+    steering of their own. Parts of one message form one region. The last token of the prompt is in no region, so the
+    first token of the answer sees the steering.
 
     Raises `OptionError` if the prompt lacks the scope, if two steerings would overlap, and for key deltas on more
     than one position.
     """
     if scope not in (None, *get_args(Scope)):
         raise OptionError(f"Got the scope {scope!r}; expected one of {', '.join(get_args(Scope))}, or None.")
-    parts = _parts(prompt, steering, scope, len(prompt) - 1 if answering else len(prompt))
+    parts = _parts(prompt, steering, scope, len(prompt) - 1)
     for region in parts:
         if region.steering and region.steering.keys and len(region) > 1:
             raise OptionError(

@@ -14,8 +14,9 @@ Templates support different things. What a template lacks is rendered in exactly
 - only alternating roles: neighbouring messages of one role are joined, a blank line between them.
 
 A system message or tool result that a template still leaves out (some show the system message only before the last user
-message) opens the next user message, or becomes one. `ChatTemplate` raises for other messages that are left out, and
-logs a warning for names and for text beside tool calls.
+message) opens the next user message, or becomes one; tool calls that it leaves out (some show them only without text)
+are appended to the content as above. `ChatTemplate` raises for other messages that are left out, and logs a warning for
+names and for text beside tool calls.
 """
 
 from __future__ import annotations
@@ -473,9 +474,12 @@ class TurnShaper:
         return self.moved(shaped, lost)
 
     def moved(self, turns: Sequence[Turn], lost: Sequence[int]) -> tuple[Turn, ...]:
-        """Return `turns` with those at `lost`, system messages and tool results, as text of the user."""
+        """Return `turns` with those at `lost` as text: calls of the assistant, other messages of the user."""
         shaped = list(turns)
         for at in reversed(lost):
+            if shaped[at].tool_calls:
+                shaped[at] = _with_calls_as_text(shaped[at])
+                continue
             user = _result(shaped[at]) if shaped[at].role == "tool" else replace(shaped[at], role="user")
             followers = [other for other in range(at + 1, len(shaped)) if shaped[other].role == "user"]
             # The opening message stays in front, and a result keeps its place.
@@ -497,12 +501,7 @@ class TurnShaper:
         if turn.role == "tool" and not self._tool:
             return _result(turn)
         if turn.tool_calls and not self._calls:
-            calls = "\n".join(
-                f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
-                for call in turn.tool_calls
-            )
-            gap = ("\n",) if turn.segments else ()
-            return replace(turn, segments=(*turn.segments, *gap, calls), tool_calls=())
+            return _with_calls_as_text(turn)
         if turn.tool_calls and self._as_text:
             functions = [call["function"] for call in turn.tool_calls]
             as_text = [
@@ -517,6 +516,13 @@ class TurnShaper:
 def _result(turn: Turn) -> Turn:
     """A tool message as a user message."""
     return Turn("user", (f"[tool result: {turn.extra.get('name', 'tool')}]\n", *turn.segments))
+
+
+def _with_calls_as_text(turn: Turn) -> Turn:
+    functions = (json.dumps(call["function"], ensure_ascii=False) for call in turn.tool_calls)
+    calls = "\n".join(f"<tool_call>\n{function}\n</tool_call>" for function in functions)
+    gap = ("\n",) if turn.segments else ()
+    return replace(turn, segments=(*turn.segments, *gap, calls), tool_calls=())
 
 
 def _one_by_one(turns: Sequence[Turn]) -> list[Turn]:

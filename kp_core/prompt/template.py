@@ -228,14 +228,15 @@ class ChatTemplate:
         sign = f"<{secrets.token_hex(8)}Mm:"
         marks_by_turn = _marks(turns)
         signs = [[(at, f"{sign}{mark}>") for at, mark in marks] for marks in marks_by_turn]
-        marked = [self._message(turn, inside) for turn, inside in zip(turns, signs, strict=True)]
+        pairs = enumerate(zip(turns, signs, strict=True))
+        marked = [self._message(turn, inside, f"{sign}c{at}>") for at, (turn, inside) in pairs]
         stripped, places = _unmarked(self._render(*change((marked, options))), sign)
         if stripped == text and (lost := self._lost(turns, marks_by_turn, places)):
             return self._prompt(self._shaper.moved(turns, lost), switches, add_generation_prompt=add_generation_prompt)
         # A template that treats marked text differently hides where packs are; they then go as text.
         packs, break_chars = _places(references, text, places) if stripped == text else ([], [])
-        if references and stripped != text:
-            self._warn("packs cannot be found in its prompts, and go as text")
+        if stripped != text:
+            self._warn("packs cannot be found in its prompts, and go as text; what it leaves out is not noticed")
         encoded = self._encoder.encode(text)
         spans = []
         # A pack that goes as text still belongs to its namespace. If packs cannot be found, their namespaces own the
@@ -262,11 +263,14 @@ class ChatTemplate:
     def _lost(
         self, turns: Sequence[Turn], marks: Sequence[Sequence[tuple[int, str]]], places: Mapping[str, list[int]]
     ) -> list[int]:
-        """Return the system messages and tool results that the template left out; raises for other messages."""
+        """Return the turns with calls, system messages and results that the template left out; raises for others."""
         lost = []
         for at, turn in enumerate(turns):
             if "name" in turn.extra and turn.role not in self._shaper.names | {"tool"}:
                 self._warn(turn.role, "This chat template shows no names, e.g. of %s messages.")
+            if f"c{at}" not in places and _signed(turn.tool_calls, "c") != [*turn.tool_calls]:
+                lost.append(at)
+                continue
             expected = {mark for _, mark in marks[at] if mark[0] in ("k" if turn.role == "assistant" else "mk")}
             if not expected or expected & places.keys():
                 continue
@@ -281,15 +285,15 @@ class ChatTemplate:
                 )
         return lost
 
-    def _message(self, turn: Turn, signs: Sequence[tuple[int, str]] = ()) -> dict[str, Any]:
-        """Return the message of `turn`, with packs as their text and `signs` at their positions."""
+    def _message(self, turn: Turn, signs: Sequence[tuple[int, str]] = (), call_sign: str = "") -> dict[str, Any]:
+        """Return the message of `turn`: packs as their text, `signs` at their positions, `call_sign` in each call."""
         # Guards are inserted before signs, so that a pack's trailing blanks are found directly behind its last sign.
         is_answer = turn.role == "assistant"
         guards = [(at, self._encoder.guard) for at in self._encoder.guards(turn.content, own=is_answer)]
         content, escape = insert(turn.content, (*guards, *signs)), self._encoder.escape
         message: dict[str, Any] = {"role": turn.role, "content": content, **map_strings(dict(turn.extra), escape)}
         if turn.tool_calls:
-            message["tool_calls"] = map_strings(list(turn.tool_calls), escape)
+            message["tool_calls"] = _signed(map_strings(turn.tool_calls, escape), call_sign)
         return message
 
     def _guarded(
@@ -393,6 +397,20 @@ def _marks(turns: Sequence[Turn]) -> list[list[tuple[int, str]]]:
             marks.append((len(end), f"k{index}"))
         by_turn.append(marks)
     return by_turn
+
+
+def _signed(calls: Sequence[Mapping[str, Any]], sign: str) -> list[Mapping[str, Any]]:
+    """Return `calls` with `sign` in the first text among the arguments of each, if there is one."""
+    marked: list[Mapping[str, Any]] = []
+    for call in calls:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            arguments = sign + arguments
+        elif texts := [key for key, value in arguments.items() if isinstance(value, str) and value.strip()]:
+            text = arguments[texts[0]]
+            arguments = {**arguments, texts[0]: insert(text, [(_leading(text), sign)])}
+        marked.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return marked
 
 
 def _unmarked(marked: str, sign: str) -> tuple[str, dict[str, list[int]]]:

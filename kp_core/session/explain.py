@@ -106,8 +106,8 @@ def explain(
 def _parts(plan: Plan, region: Region, known: int) -> Iterator[tuple[int, int, str]]:
     """The parts of a region from `known` on, as start, stop and source."""
     source, position = "computed" if region.spans and region.lacks_kv else region.source, known
-    for start, stop in plan.kept.parts if source == "computed" and plan.kept else ():
-        if max(known, region.start) <= start and stop <= region.stop and plan.kept and plan.kept.has(start, stop):
+    for start, stop in plan.entries if source == "computed" else ():
+        if known <= start and stop <= region.stop:
             yield from ((position, start, source), (start, stop, "kept"))
             position = stop
     yield position, region.stop, source

@@ -101,7 +101,7 @@ class Usage:
     state_bytes: int = 0
     """Bytes of the kept states of recurrent layers for the prompt, beside its KV; 0 for models without them."""
     choice: str = ""
-    """The composer that was chosen, and why, if the request left that open; else empty."""
+    """The composer that was chosen, and why, if the request left that open; or why it could not choose; else empty."""
 
     def to_dict(self) -> dict[str, int | float | str]:
         """The fields by name."""
@@ -281,10 +281,9 @@ class VisibleText:
         if positions:
             self._held, self.stopped = self._held[: min(positions)], True
             return self.flush()
-        # Also with what was given before: the end of a handle may stand in front of another.
-        alone, seen = _MAYBE_HANDLE.search(self._held), len(self._before)
-        behind = _MAYBE_HANDLE.search(self._before + self._held, seen)
-        until = min(alone.start() if alone else len(self._held), behind.start() - seen if behind else len(self._held))
+        # Behind what was given before, which decides whether a handle may begin here.
+        begun = _MAYBE_HANDLE.search(self._before + self._held, len(self._before))
+        until = begun.start() - len(self._before) if begun else len(self._held)
         may_stop = (at for at in range(until) if any(stop.startswith(self._held[at:]) for stop in self._stop))
         return self._give(next(may_stop, until))
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
@@ -24,15 +24,19 @@ from kp_core.errors import (
     ContextOverflowError,
     ModelError,
     OptionError,
+    PackError,
     PromptError,
     ShortTextError,
     UnsupportedRequestError,
+    gone,
 )
 from kp_core.events import log_event
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import Compression
+from kp_core.packs.entry import Entry
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.view import Packs
 from kp_core.pickling import Shared
 from kp_core.plan.composer import Host
 from kp_core.plan.engine import CAPABILITIES, Attends, Compiles, Engine, HasCache, TokenStream
@@ -42,7 +46,6 @@ from kp_core.plan.request import CompiledFor, Request
 from kp_core.progress import bar_of
 from kp_core.prompt.conversation import Message
 from kp_core.prompt.template import ChatTemplate
-from kp_core.session.contrast import make_steering
 from kp_core.session.explain import Explanation, explain
 from kp_core.session.idle import IdleQueue, Job
 from kp_core.session.reading import (
@@ -56,6 +59,7 @@ from kp_core.session.reading import (
     usage_of,
 )
 from kp_core.steering import Pair, Steering
+from kp_core.steering.contrast import make_steering
 from kp_core.threads import make_anew
 from kp_core.tools import Delta
 
@@ -171,7 +175,7 @@ class Session(Shared):
         Raises `PromptError` for messages that cannot become a prompt, `ContextOverflowError`,
         `PackError` for a steering of another model, and for packs of one unless `mismatch="rebuild"`,
         `OptionError` for a steering that has no position in the prompt and for other bad options, and
-        `CacheBudgetError` for a request larger than the engine's memory.
+        `ModelError` for a request larger than the engine's memory.
         """
         return self.stream(messages, **options).result()
 
@@ -226,13 +230,12 @@ class Session(Shared):
     def prefill(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401
         """Prefill a conversation, and answer with no token. Warms the cache, and gives the logits after the prompt."""
         self._need("logits", "a prefill alone")
-        plan, stream, limit = self._run(messages, options, tokens=0)
-        if plan.kept:
-            plan.kept.write(self.when_idle)
-        check_time(limit, 0)
+        plan, request, stream = self._run(messages, options, tokens=0)
+        self._keep(plan, request, stream)
+        check_time(stream.limit, 0)
         if stream.first_logits is None:
             raise CancelledError("The prefill was cancelled.")
-        usage = usage_of(plan, stream, 0, limit.spent)
+        usage = usage_of(plan, stream, 0, stream.limit.spent)
         return Generation("", (), stream.finish, usage, plan.prompt, stream.first_logits)
 
     def explain(self, messages: Sequence[Message] | str, **options: Any) -> Explanation:  # noqa: ANN401
@@ -249,8 +252,8 @@ class Session(Shared):
         tokens = tuple(self.tokenizer.encode(answer, add_special_tokens=False))
         if not tokens:
             return 1.0
-        _, stream, limit = self._run(messages, options, forced=tokens, tokens=len(tokens))
-        check_time(limit, 0)
+        _, _, stream = self._run(messages, options, forced=tokens, tokens=len(tokens))
+        check_time(stream.limit, 0)
         if not stream.losses:
             raise CancelledError("The measurement was cancelled.")
         return math.exp(fmean(stream.losses))
@@ -311,7 +314,7 @@ class Session(Shared):
                     continue
                 identity, recorded = self.engine.identity, {**environment, **details}
                 waiting.append(KnowledgePack(text, namespace, token_ids, prefix, identity, provenance=recorded))
-                yield self._planner.wanted(prefix, token_ids, namespace)
+                yield self._planner.plan_kv(prefix, token_ids, namespace)
 
         kvs = (None for _ in plans()) if lazy else self.engine.kv(plans())
         for kv in bar_of("Building packs", len(texts), "pack", kvs, shown=progress):
@@ -326,7 +329,14 @@ class Session(Shared):
         """A steering from the differences in `pairs` of (positive, negative). Options: `contrast.make_steering`."""
         self._need("kv", "making steerings")
         self._need("steer", "steering")
-        return make_steering(self.engine, self.template, self._planner.wanted, pairs, **options)
+        plan_kv = self._planner.plan_kv
+        return make_steering(
+            self.fingerprint,
+            self.template,
+            lambda sides: self.engine.kv([plan_kv(*side) for side in sides]),
+            pairs,
+            **options,
+        )
 
     def when_idle(self, job: Job) -> Future[None]:
         """Run `job` step by step while no request is being answered. Raises `ModelError` when too many jobs wait."""
@@ -336,7 +346,7 @@ class Session(Shared):
         """Start to use the model as it is now, after its weights were changed on purpose.
 
         Computes the fingerprint again, from the tensors themselves, and drops all KV in memory. Packs made before the
-        change then belong to another model. Raises `ModelError` while answers are under way or packs are pinned.
+        change then belong to another model. Raises `ModelError` while answers are under way.
         """
         self._cache("refresh").refresh()
 
@@ -344,14 +354,9 @@ class Session(Shared):
         """End background work. Requests are still answered."""
         self._idle.close()
 
-    def pin(self, pack: KnowledgePack) -> object:
-        """Keep the KV of `pack`, at the position it was compiled for, in memory. `unpin` takes the returned object."""
-        pack.check(self.fingerprint)
-        return self._cache("pin").pin(self._planner.pinned(pack))
-
-    def unpin(self, pinned: object) -> None:
-        """Allow the prefix tree to evict a pinned pack again."""
-        self._cache("unpin").unpin(pinned)
+    def pin(self, *_: object) -> NoReturn:
+        """Raises `UnsupportedRequestError`."""
+        raise UnsupportedRequestError(f"There is no `Session.pin`.{gone('pin')}")
 
     @property
     def cached_bytes(self) -> int:
@@ -369,7 +374,7 @@ class Session(Shared):
         return self.engine.state_bytes if isinstance(self.engine, HasCache) else 0
 
     def clear_cache(self) -> None:
-        """Drop all KV that is neither pinned nor in use."""
+        """Drop all KV that is not in use."""
         self._cache("clear_cache").clear_cache()
 
     def _need(self, capability: str, what: str, *, needed: bool = True) -> None:
@@ -400,13 +405,15 @@ class Session(Shared):
         forced: tuple[int, ...] = (),
         learn: bool = True,
     ) -> Plan:
-        plan, learned = self._planner.plan(messages, request, tokens=tokens, learn=learn)
+        planner = self._planner
+        plan, learned, met = planner.plan(messages, request, tokens)
         grammar, opened = grammar_of(self.template, self.tokenizer, plan.prompt, request)
         sources = {region.source for region in plan.regions}
         self._need("steer", "steering", needed="steered" in sources)
         self._need("compose", f"composer={request.composer.key!r}", needed="composed" in sources)
         self._need("grammar", "tools and response schemas", needed=grammar is not None)
         if learn:
+            planner.note(met)
             self._caution(plan, request)
             self._compile(learned, request)
         return replace(plan, grammar=grammar, opened=opened, forced=forced)
@@ -414,11 +421,10 @@ class Session(Shared):
     def _caution(self, plan: Plan, request: Request) -> None:
         """Log once for each store what its composers say of their answers."""
         host = replace(self.host, view=request.view)
-        place = str(request.view and request.view.source.blobs)
         composers = [region.composer for region in plan.regions if region.composer and not plan.choice]
         for composer in [request.composer, *composers] if plan.prompt.unread and not plan.choice else composers:
-            if not composer.exact and (place, composer.key) not in host.cautioned:
-                host.cautioned.add((place, composer.key))
+            if not composer.exact and (host.place, composer.key) not in host.cautioned:
+                host.cautioned.add((host.place, composer.key))
                 if caution := composer.caution(host):
                     logger.warning("%s", caution)
 
@@ -434,8 +440,8 @@ class Session(Shared):
         *,
         tokens: int,
         forced: tuple[int, ...] = (),
-    ) -> tuple[Plan, TokenStream, Limit]:
-        """The plan of a request, its stream, run to the end, and its limit; `tokens` and `forced` are as in `_plan`."""
+    ) -> tuple[Plan, Request, TokenStream]:
+        """The plan of a request, the request, and its stream, run to the end; `tokens` and `forced` as in `_plan`."""
         request = Request.of(options)
         limit = Limit(request.cancel, request.timeout)
         plan = self._plan(messages, request, tokens=tokens, forced=forced)
@@ -443,18 +449,28 @@ class Session(Shared):
             stream = self._start(plan, limit)
             for _ in stream:
                 pass
-        return plan, stream, limit
+        return plan, request, stream
 
     def _answer(self, plan: Plan, request: Request, stream: TokenStream) -> Generator[Delta, None, Generation]:
         with self._idle.request():
             generation = yield from read_answer(plan, stream, self.template, self.tokenizer, request)
-        if plan.kept:
-            plan.kept.write(self.when_idle)
+        self._keep(plan, request, stream)
         usage = generation.usage
         log_event(logger, "packs read", packs=len(plan.prompt.spans), **vars(usage))
         if usage.computed_tokens >= _PACED:
             self._pace = (self._pace[0] + usage.computed_tokens, self._pace[1] + usage.ttft_s)
         return generation
+
+    def _keep(self, plan: Plan, request: Request, stream: TokenStream) -> None:
+        """Store the KV that the engine gave back for `Plan.keep`: now with `keep="always"`, else when it is idle."""
+        if plan.packs is None or not stream.kept:
+            return
+        steps = partial(_written, plan.packs.source, stream.kept)
+        if request.keep == "always":
+            deque(steps(), maxlen=0)
+        else:
+            with suppress(ModelError):  # A later request can store it.
+                self.when_idle(steps)
 
     def _compile(self, learned: Learned, request: Request) -> None:
         """Compile recognised packs for their positions, in the background, for the next request."""
@@ -462,14 +478,24 @@ class Session(Shared):
             return
         put = request.view.source.put_again  # Its text may be removed before the engine is idle.
 
-        def stored(pack: KnowledgePack, wanted: Plan) -> Iterator[None]:
-            for kv in self.engine.kv([wanted]):
+        def stored(pack: KnowledgePack, plan: Plan) -> Iterator[None]:
+            for kv in self.engine.kv([plan]):
                 put(replace(pack, kv=kv))
                 yield
 
         with suppress(ModelError):  # The next such request tries again.
             for pack, plan in learned:
                 self.when_idle(partial(stored, pack, plan))
+
+
+def _written(store: Packs, kept: Sequence[tuple[Entry, KVTensors]]) -> Iterator[None]:
+    """Store one entry per step; on an I/O error, skip the entry."""
+    for entry, kv in kept:
+        try:
+            store.write(entry, kv)
+        except (OSError, PackError) as error:
+            logger.warning("KV of %s could not be kept: %s", ", ".join(sorted(entry.owners)), error)
+        yield
 
 
 def _of_asyncio(options: Mapping[str, Any]) -> tuple[Request, Limit]:

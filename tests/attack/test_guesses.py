@@ -50,20 +50,13 @@ def built(engine, store, text):
     store.put(engine.build_pack(SECOND, namespace="geo", compiled_for=behind(text)))
 
 
-def pinned(engine, store, text):
-    pack = engine.build_pack(SECOND, namespace="geo", compiled_for=behind(text))
-    engine.clear_cache()
-    store.put(pack)
-    engine.unpin(engine.pin(pack))
-
-
 def rebuilt(engine, store, text):
     pack = engine.build_pack(SECOND, namespace="geo", compiled_for=behind(text))
     engine.clear_cache()
     store.put(amend(pack, "first", "third", engine, compiled_for=behind(text)))
 
 
-@pytest.mark.parametrize("ask", [in_place, edited, learned, built, pinned, rebuilt], ids=lambda ask: ask.__name__)
+@pytest.mark.parametrize("ask", [in_place, edited, learned, built, rebuilt], ids=lambda ask: ask.__name__)
 @pytest.mark.parametrize(
     ("namespace", "step"),
     [("hr", 3), *(pytest.param(each, 1, marks=pytest.mark.slow) for each in (None, "hr"))],

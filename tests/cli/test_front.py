@@ -208,7 +208,7 @@ def test_what_a_newcomer_meets_fits_80_columns_and_says_what_to_do_next(
         ("aks", "bank", "x"): "Did you mean 'ask'?",
         ("search", "bank"): "kp search -h",
         ("ask", "bank", "x", "--engine", "nothing"): "expected 'package.module:function'",
-        ("serve", "bundled", "--store", "p", "--host", "0.0.0.0"): "`kp serve --new-key FILE`",  # noqa: S104 - refused
+        ("serve", "bundled", "--store", "p", "--host", "0.0.0.0"): "KP_API_KEYS",  # noqa: S104 - refused
         ("search", "http://127.0.0.1:9", "x"): "Start it with",
     }.items():
         code, out, err = kp(*command)

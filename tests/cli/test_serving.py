@@ -20,13 +20,12 @@ __all__ = ["address", "server"]
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--host", "0.0.0.0"), "no --keys"),  # noqa: S104 - refused
+        (("--host", "0.0.0.0"), "no keys; expected keys"),  # noqa: S104 - refused
         (("--", "--host", "0.0.0.0"), "--host among the options of vLLM"),  # noqa: S104 - refused
         (("--", "--hos=0.0.0.0"), "--hos among the options of vLLM"),
         (("--", "--kv_transfer_config.kv_connector", "Mine"), "--kv-transfer-config among"),
         (("--", "--max-model-len", "8", "--kv_cache_dtype=fp8_e4m3"), "packs hold KV in the dtype of the model"),
         (("--", "--kv-cache-dtype", "fp8"), "packs hold KV in the dtype of the model"),
-        (("--keys", "nobody.json"), "no file of keys"),
         (("--facts", "other"), "holds other things"),
         (("--store", "s3://nowhere/packs"), "KP_SECRET"),
         (("--namespace", "A"), "expected 1 to 64 characters"),

@@ -79,9 +79,7 @@ def test_other_bytes_than_expected_are_refused_and_leave_nothing(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(models.MODELS, "tiny", replace(models.MODELS["tiny"], sha256="0" * 64))
-    with pytest.raises(
-        SystemExit, match=r"Left out tiny: the parts of tiny join to a file of SHA-256 .*; expected 000"
-    ):
+    with pytest.raises(SystemExit, match=r"Left out tiny: the parts of tiny join to .*; expected 000"):
         models.main(["tiny"])
     assert [each.suffix for each in (tmp_path / "cache").iterdir()] == [".lock"]
 

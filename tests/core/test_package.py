@@ -75,6 +75,9 @@ def test_errors_tell_what_to_do():
     for name in errors.__all__:
         assert name in (errors.__doc__ or ""), f"{name} is not drawn in the tree"
         assert issubclass(getattr(errors, name), errors.KnowledgePackError | Warning)
+    assert len(errors.__all__) <= 14
+    with pytest.raises(ImportError, match=r"`kp_core.errors.CacheBudgetError` is gone in 0.3; catch ModelError"):
+        errors.CacheBudgetError  # noqa: B018 - the access is refused
 
 
 def test_every_fault_of_the_mutants_can_be_put_into_the_code():

@@ -18,12 +18,12 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.types import Command
 
-from kp_core import Fact, find_handles, load_engine
+from kp_core import Fact, Handle, find_handles, load_engine
 from kp_core.banks.delivery import compile_facts
+from kp_core.errors import OptionError
 from kp_langchain import (
     ChatKnowledgePacks,
     create_pack_search_tool,
-    resolve_documents,
     to_handles,
 )
 from kp_langchain.middleware import KnowledgePackMiddleware, PackSummarizer
@@ -197,21 +197,6 @@ def test_agents_that_share_an_engine_do_not_see_each_others_packs(model, pages, 
     assert all(usage["pack_tokens"] == 0 for usage in foreign.usage)
 
 
-def test_a_summary_forgets_nothing(model, pages, chat_engine, store):
-    summarizer = PackSummarizer(chat_engine, store, namespace="book")
-    middleware = [
-        SummarizationMiddleware(model, trigger=("messages", 6), keep=("messages", 2), summarizer=summarizer),
-        KnowledgePackMiddleware(),
-        Steps(4),
-    ]
-    state = ask(create_agent(model, [reader(pages)], middleware=middleware), "Read four pages of the book about Veyl.")
-    [summary] = [m for m in state["messages"] if m.additional_kwargs.get("lc_source") == "summarization"]
-    handles = [str(handle) for _, _, handle in find_handles(summary.text)]
-    texts = [document.page_content for document in resolve_documents(handles, store)]
-    assert any("Read four pages of the book about Veyl." in text for text in texts)
-    assert set(handles) | set(state["packs"]) >= set(pages[:4])
-
-
 def totals_of(model, pages, *middleware, totals=None):
     """What the model reads and writes at each step of reading these pages, as it reports it; and the conversation."""
     totals = [] if totals is None else totals
@@ -244,6 +229,42 @@ def test_the_summariser_wakes_above_its_share_of_the_window_and_not_below(model,
     assert summaries[0] == 4
     assert again[4] < int(0.8 * window)
     assert summaries == [step + 1 for step, total in enumerate(again[:-1]) if total >= int(0.8 * window)]
+
+
+def test_a_summary_is_one_pack_that_frees_room(model, pages, chat_engine, store):
+    model = model.model_copy(update={"placement": "in_place"})
+    totals, _ = totals_of(model, pages[:6])
+    window = round((totals[2] + totals[3]) / 2 / 0.8)
+    small = model.model_copy(update={"profile": {**model.profile, "max_input_tokens": window}})
+    summarizer = PackSummarizer(chat_engine, store, namespace="book", max_tokens=40)
+    settings = {"trigger": ("fraction", 0.8), "keep": ("messages", 2), "summarizer": summarizer}
+    again, messages = totals_of(small, pages[:6], SummarizationMiddleware(small, **settings))
+    fired = [step for step, total in enumerate(again[:-1]) if total >= int(0.8 * window)]
+    assert fired[0] == 3
+    assert all(again[step + 1] < int(0.8 * window) for step in fired)
+    [summary] = [m for m in messages if m.additional_kwargs.get("lc_source") == "summarization"]
+    [(*_, handle)] = find_handles(summary.text)
+    assert "Human: Read the book." in store.get(handle).text
+    assert not any(page in store.get(handle).text for page in PAGES)
+
+
+def test_a_summary_is_what_was_said_last(thin, store):
+    summarizer = PackSummarizer(thin, store, namespace="book")
+    assert summarizer([ToolMessage(str(Handle("book", "a" * 21)), tool_call_id="1")]) == ""
+    first = summarizer([HumanMessage("The boat is red."), AIMessage("Noted.")])
+    earlier = HumanMessage(f"So far:\n{first}", additional_kwargs={"lc_source": "summarization"})
+    second = summarizer([earlier, HumanMessage("The sail is blue.")])
+    text = store.get(Handle.parse(second)).text
+    assert text == "Human: The boat is red.\nAI: Noted.\nHuman: The sail is blue."
+    last = PackSummarizer(thin, store, namespace="book", max_tokens=4)([earlier, HumanMessage("It is blue.")])
+    assert store.get(Handle.parse(last)).text.endswith("is blue.")
+    assert len(thin.tokenizer.encode(store.get(Handle.parse(last)).text)) == 4
+    # A handle of another namespace in a summary that somebody else wrote is not read.
+    other = store.put(thin.build_pack("A secret of others.", namespace="other", lazy=True))
+    foreign = HumanMessage(f"So far:\n{other}", additional_kwargs={"lc_source": "summarization"})
+    assert summarizer([foreign]) == ""
+    with pytest.raises(OptionError, match="max_tokens"):
+        PackSummarizer(thin, store, max_tokens=0)
 
 
 def test_tools_that_are_not_trusted_bring_no_packs(model, pages):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from langchain_core import exceptions
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, trim_messages
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
 from pydantic import ValidationError
 
 import kp_core
@@ -303,3 +303,61 @@ def test_messages_that_a_template_refuses_are_counted_as_text(family):
             assert chat.get_num_tokens_from_messages(said[start:stop]) > 0
     kept = trim_messages(said, max_tokens=60, token_counter=chat, strategy="last")
     assert kept == said[-len(kept) :]
+
+
+LOOK = {"name": "look", "args": {"what": "rain", "n": 2}, "id": "call00001"}
+TALK = [
+    SystemMessage("Be brief, and never name a price."),
+    HumanMessage("one two"),
+    AIMessage("three four"),
+    HumanMessage("look it up"),
+    AIMessage("", tool_calls=[LOOK]),
+    ToolMessage("it rains in Veyl", tool_call_id="call00001", name="look"),
+    AIMessage("It rains."),
+    SystemMessage("Be kind."),
+    HumanMessage("five six"),
+    AIMessage("seven eight"),
+    HumanMessage([{"type": "text", "text": "nine ten"}]),
+]
+TRIMS = [
+    {"strategy": "last"},
+    {"strategy": "last", "include_system": True},
+    {"strategy": "last", "start_on": "human", "include_system": True},
+    {"strategy": "last", "start_on": ("human", "tool"), "end_on": ("human", "tool")},
+    {"strategy": "last", "allow_partial": True, "text_splitter": str.split},
+    {"strategy": "first"},
+    {"strategy": "first", "end_on": ("human", "tool")},
+    {"strategy": "first", "allow_partial": True},
+]
+
+
+@pytest.mark.parametrize("family", ["gemma", "mistral", "magistral", "llama3", "gpt_oss"])
+def test_what_is_trimmed_fits_whatever_a_template_refuses(family):
+    tokenizer = FAMILIES[family].tokenizer()
+    chat = ChatKnowledgePacks(engine=kp_core.load_engine(tiny_model("llama"), tokenizer=tokenizer))
+    whole = chat.get_num_tokens_from_messages(TALK)
+    # A part of a result alone is text for Harmony.
+    for settings in TRIMS if family != "gpt_oss" else [each for each in TRIMS if "allow_partial" not in each]:
+        for room in (1, whole // 2, 2 * whole // 3, whole - 1, whole):
+            kept = trim_messages(TALK, max_tokens=room, token_counter=chat, **settings)
+            assert chat.get_num_tokens_from_messages(kept) <= room or kept == TALK[:1], (settings, room)
+            assert len(kept) < len(TALK) or room == whole or "allow_partial" in settings
+            wanted = TALK[-len(kept) :] if settings["strategy"] == "last" else TALK[: len(kept)]
+            same = [one == other for one, other in zip(kept, wanted, strict=False)]
+            assert same.count(False) <= (settings.keys() & {"allow_partial", "include_system", "end_on"} != set())
+
+
+@pytest.mark.parametrize("strategy", ["last", "first"])
+def test_handles_in_trimmed_conversations_of_strict_templates_count_as_their_packs(strategy, tmp_path):
+    model, tokenizer = tiny_model("llama"), FAMILIES["gemma"].tokenizer()
+    model.resize_token_embeddings(len(tokenizer))
+    engine = kp_core.load_engine(model, tokenizer=tokenizer)
+    store, text = kp_core.PackStore(tmp_path), "The gate is green. " * 20
+    handle = str(store.put(engine.build_pack(text)))
+    chat = ChatKnowledgePacks(engine=engine, store=store, namespaces=["default"])
+    said = [HumanMessage(f"{handle}{handle} Who?"), AIMessage("Orla."), HumanMessage("And then?"), AIMessage("No.")]
+    read = 2 * len(chat.get_token_ids(text))
+    for part in (said[:1], said[1::-1], [*said[1:], said[0]], [said[1], *said[1::-1]]):  # Refused: an answer is first.
+        assert read < chat.get_num_tokens_from_messages(part) < read + 200
+    assert trim_messages(said, max_tokens=read + 200, token_counter=chat, strategy=strategy) == said
+    assert len(trim_messages(said, max_tokens=read, token_counter=chat, strategy=strategy)) < len(said)

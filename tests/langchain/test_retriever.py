@@ -125,7 +125,7 @@ def test_whole_banks_as_packs(facts, shelf, embedder):
         bank = retriever.fact_store.bank_facts(document.metadata["bank"])
         assert document.metadata["bank"] == retriever.fact_store.search(question, 1, probes=1)[0].bank
         assert document.metadata["text"] == "\n".join(fact.text for fact in bank)
-        assert document.metadata["facts"].split() == [fact.id for fact in bank]
+        assert document.metadata["facts"] == [fact.id for fact in bank]
         assert find_handles(document.page_content)
     assert {document.metadata["bank"] for document in retriever.invoke("flag", k=5)} == {"default/0", "default/1"}
 

@@ -167,8 +167,7 @@ def test_packs_are_compiled_in_the_background(collection, shelf):
     assert [each.page_content for each in first] == [
         each.page_content for each in collection.as_retriever().invoke("harbour 7")
     ]
-    until(lambda: len(shelf) == len(first))
-    assert all(find_handles(each.page_content) for each in retriever.invoke("harbour 7"))
+    until(lambda: all(find_handles(each.page_content) for each in retriever.invoke("harbour 7")))
 
 
 def test_without_an_engine_packs_are_looked_up(collection, shelf, caplog):
@@ -288,6 +287,22 @@ def test_sync_beside_one_who_writes(collection, shelf, monkeypatch):
     assert retriever.sync() == [str(shelf.handle("Chunk 4 tells of the harbour.", "isles"))]
     assert texts_of(shelf) == set(collection.get()["documents"])
     assert retriever.sync() == []
+
+
+@pytest.mark.parametrize("precompile", ["idle", "now"])
+async def test_what_a_search_found_before_sync_is_not_written_after_it(precompile, shelf):
+    class Deleted(Fixed):
+        def _get_relevant_documents(self, query, *, run_manager):
+            wrapped.sync([])
+            return self.documents
+
+    settings = parts(shelf, precompile=precompile)
+    wrapped = KnowledgePackRetriever.from_retriever(Deleted(documents=CHUNKS[:1]), **settings)
+    for found in (wrapped.invoke("harbour"), await wrapped.ainvoke("harbour")):
+        settings["engine"].when_idle(lambda: None).result(60)
+        assert found[0].page_content == CHUNKS[0].page_content
+        assert found[0].metadata["kp"]["handle"] is None
+        assert not list(shelf)
 
 
 def test_sync_of_duplicates_and_documents_without_ids(collection, shelf):

@@ -204,20 +204,6 @@ def test_steering_costs_no_forward_pass(architecture):
 
 
 @architectures
-def test_a_pinned_steered_pack_stays(architecture):
-    engine = tiny_engine(architecture)
-    pack = engine.build_pack("A fact of the 42 words.", compiled_for="system").steer(steering_of(engine))
-    cold = engine.prefill(question(), packs=[pack], reuse=False).logits
-    engine.clear_cache()
-    pinned = engine.pin(pack)
-    engine.clear_cache()
-    found = engine.prefill(question(), packs=[pack])
-    engine.unpin(pinned)
-    assert found.usage.reused_tokens >= found.usage.pack_tokens > 0
-    assert alike(engine, found.logits, cold)
-
-
-@architectures
 def test_a_steered_conversation_reuses_its_turns(architecture):
     engine = tiny_engine(architecture)
     asked = {"steering": steering_of(engine), "scope": "system"}

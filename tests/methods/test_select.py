@@ -1,5 +1,6 @@
 """Packs that are selected: the right ones, answered from exactly as their text is."""
 
+import logging
 import re
 from dataclasses import replace
 
@@ -111,14 +112,60 @@ def test_an_agent_keeps_what_it_selected_and_selects_for_each_call(towns):
     assert second.usage.computed_tokens < len(second.prompt) - first.prompt.spans[0].stop
 
 
-def test_what_cannot_be_compared_is_sent_whole(anywhere, tmp_path):
+def lazily(engine, folder, count):
+    """Handles of packs that are not compiled, and a view of them."""
+    store = PackStore(folder)
+    packs = (engine.build_pack(TEXTS[at % 5] + f" {at}", namespace="towns", lazy=True) for at in range(count))
+    return [str(store.put(pack)) for pack in packs], store.view("towns")
+
+
+def test_what_cannot_be_compared_is_sent_whole_and_said(anywhere, tmp_path, caplog):
     engine, options, _ = anywhere
-    store = PackStore(tmp_path / "lazy")
-    handles = [str(store.put(engine.build_pack(text, namespace="towns", lazy=True))) for text in TEXTS[:2]]
-    options |= {"view": store.view("towns")}
+    handles, view = lazily(engine, tmp_path / "lazy", 2)
+    options |= {"view": view}
+    with caplog.at_level(logging.WARNING, "kp_methods"):
+        answers = [engine.generate(ask(handles, town), composer=SELECT, **options) for town in TOWNS[:2]]
+    for answer in answers:
+        assert answer.usage.unread_packs == 0
+        assert [str(handle) for handle in answer.packs] == handles
+        said = "select:packs=1 could not choose, because some packs are not compiled for this model: all are sent"
+        assert answer.usage.choice == said
+    assert caplog.text.count("could not choose") == 1
+    assert str(engine.explain(ask(handles, TOWNS[2]), composer=SELECT, **options)).count(said) == 1
+
+
+def test_what_is_sent_without_a_choice_fits_the_window(anywhere, tmp_path):
+    engine, options, _ = anywhere
+    handles, view = lazily(engine, tmp_path / "lazy", engine.max_positions // 30)
+    tools = [{"name": "search", "description": "Find a town, and who lives there. " * 20}]
+    options |= {"view": view, "max_tokens": 100, "tools": tools}
+    with pytest.raises(ContextOverflowError):
+        engine.explain(ask(handles, TOWNS[0]), **options)
+    explanation = engine.explain(ask(handles, TOWNS[0]), composer=SELECT, **options)
+    assert explanation.choice.endswith("the first ones that fit are sent")
+    sent = explanation.rows[-1].stop
+    assert 0.9 * engine.max_positions < sent <= engine.max_positions - 100
+    assert f"{handles[0]} " in str(explanation)
+    # Of two lists that are too long, both are shortened.
+    many = [{"role": "user", "content": ask(handles, town)} for town in TOWNS[:2]]
+    many.insert(1, {"role": "assistant", "content": "So."})
+    assert engine.explain(many, composer=SELECT, **options).rows[-1].stop <= engine.max_positions - 100
+
+
+def test_without_heads_it_says_so(anywhere, monkeypatch):
+    engine, options, handles = anywhere
+    engine._last_planner = None
+    fresh = PackStore(options["view"].source.path.parent / "fresh")
+    for handle in options["view"].source:
+        fresh.put(options["view"].source.get(handle))
+    options["view"] = fresh.view("towns")
+    handles = [str(fresh.handle(text, "towns")) for text in TEXTS]
+    attention = type(engine)._attention
+    monkeypatch.setattr(type(engine), "_attention", lambda *asked: attention(*asked) * float("nan"))
     answer = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
-    assert answer.usage.unread_packs == 0
-    assert [str(handle) for handle in answer.packs] == handles
+    assert answer.usage.choice.startswith("select:packs=1 could not choose, because no retrieval heads of this model")
+    assert len(answer.packs) == 5
+    engine._last_planner = None
 
 
 def test_damaged_heads_are_measured_again(anywhere):

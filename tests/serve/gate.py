@@ -7,7 +7,6 @@ import json
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import httpx
 import pytest
@@ -15,7 +14,7 @@ import torch
 import uvicorn
 
 from kp_core import KVTensors, MemoryFactStore, Prefix, load_engine
-from kp_serve.access import add_key, read_keys
+from kp_serve.access import Access
 from kp_serve.engine import VLLMEngine
 from kp_serve.rights import Rights
 from kp_serve.stored import StoredKV
@@ -35,11 +34,11 @@ class Served(Gate):
         super().__init__(folder, tiny_engine(), None)
         self.store = self.store if store is None else store
         names = {"a": "a", "b": "b", "default": "default", "reader": "a"}
-        file = Path(folder) / "keys.json"
-        self.keys = {key: add_key(file, [name], write=key != "reader") for key, name in names.items()}
+        self.keys = {key: f"kp-{key}" for key in names}
+        keys = {self.keys[key]: Access((name,), write=key != "reader") for key, name in names.items()}
         tokenizer, self.session = self.gate.state.tokenizer, tiny_engine()
         facts = MemoryFactStore(HashEmbedder()) if facts is None else facts
-        self.gate.state = replace(self.gate.state, facts=facts, keys=read_keys(file), store=self.store)
+        self.gate.state = replace(self.gate.state, facts=facts, keys=keys, store=self.store)
         self.gate.state.__dict__["tokenizer"] = tokenizer
         self.gate.app, self.says, self.computed, self.embedded = self._inner, "", 0, []
 
@@ -78,14 +77,14 @@ class Served(Gate):
             if not stored.has(parts, rights.namespaces, parts[-1].stop):
                 prefix = ids[: parts[-1].start]
                 plans = [(Prefix(), prefix), (Prefix(prefix), parts[-1].entry.token_ids)]
-                kv = engine.kv([self.session._planner.wanted(*plan) for plan in plans])
+                kv = engine.kv([self.session._planner.plan_kv(*plan) for plan in plans])
                 stored.write(parts, KVTensors.concat(list(kv)))
                 self.computed += 1
         if rights.keeps:  # As of plain tokens: nothing is moved or steered here.
             if embeddings := body.get("prompt_embeds"):
                 self.embedded.append(torch.load(io.BytesIO(base64.b64decode(embeddings)), weights_only=True))
                 ids = (5,) * len(self.embedded[-1])
-            [whole] = engine.kv([self.session._planner.wanted(Prefix(), ids)])
+            [whole] = engine.kv([self.session._planner.plan_kv(Prefix(), ids)])
             stored.write((rights.keeps,), whole.slice(rights.keeps.start, rights.keeps.stop))
 
     def ask(self, method, path, body=None, key="a", **more):

@@ -60,7 +60,7 @@ def test_what_is_read_is_what_the_local_engine_alters(tmp_path, remote, formal):
         local = [region for region in plan.regions if region.parts]
         assert [block.label for block in blocks_of(plan)[0]] == [region.label for region in local]
         last = local[-1]
-        whole = next(session.engine.kv([session._planner.wanted(Prefix(), ids[: last.stop])]))
+        whole = next(session.engine.kv([session._planner.plan_kv(Prefix(), ids[: last.stop])]))
         assert [each.tokens for each in rights] == [digest_of(ids[: block.stop]) for block in local] + [digest_of(ids)]
         assert (rights[0].begins, rights[-1].keeps) == ((), None)
         below, loaded = (rights[-2].keeps,), rights[-1].begins
@@ -113,7 +113,7 @@ def test_entries_of_other_readers_and_of_deleted_packs_are_gone(tmp_path, remote
     kept = [rights_of(plan, names)[0].keeps for names in (("a",), ("a", "b"), ("b",))]
     assert len({each.entry.key for each in kept}) == 3
     key = kept[0].entry
-    store.write(key, next(session.engine.kv([session._planner.wanted(Prefix(), key.token_ids)])))
+    store.write(key, next(session.engine.kv([session._planner.plan_kv(Prefix(), key.token_ids)])))
     assert store.has(key, ["a"])
     store.remove(handle)
     assert not store.has(key, ["a"])
@@ -141,7 +141,7 @@ def test_the_server_signs_what_a_client_names(gate, remote, formal):
     plan = planned(remote, "Who rings it?", steering=formal)
     said, ids, (first, own) = asked(plan), list(plan.prompt.token_ids), rights_of(plan)
     key, session = first.keeps.entry, tiny_engine()
-    gate.store.write(key, next(session.engine.kv([session._planner.wanted(Prefix(), key.token_ids)])))
+    gate.store.write(key, next(session.engine.kv([session._planner.plan_kv(Prefix(), key.token_ids)])))
     forged = replace(own, namespaces=("b",), salt="mine").sign(b"x" * 32)
     done, _ = sent(gate, said, ids, cache_salt="mine", kv_transfer_params=forged)
     assert done.headers["kp-computed-tokens"] == "0"

@@ -18,7 +18,7 @@ from kp_core import KnowledgePack, KVTensors, PackStore, Prefix, load_engine
 from kp_core.errors import MissingDependencyError, ModelError, PackCorruptError, PackError
 from kp_core.packs.handle import Handle
 from kp_core.plan.request import Request
-from kp_serve.access import Access, access_of, add_key, read_keys
+from kp_serve.access import KEYS_VARIABLE, Access, access_of, read_keys
 from kp_serve.engine import VLLMEngine
 from kp_serve.middleware import PackMiddleware, until_end
 from kp_serve.rights import Rights, salt_of
@@ -62,18 +62,37 @@ def test_a_salt_is_that_of_the_namespaces_and_one_that_vllm_takes():
     assert len(salt_of(["a"], KEY)) <= 128
 
 
-def test_a_file_of_keys_holds_no_key(tmp_path):
-    file = tmp_path / "keys.json"
-    first, second = add_key(file, ["a"]), add_key(file, ["b", "c"], write=True)
-    assert first not in file.read_text()
-    assert file.stat().st_mode & 0o077 == 0
-    keys = read_keys(file)
+def test_keys_are_those_of_the_environment(monkeypatch):
+    first, second = "1" * 32, "2" * 32
+    rights = {first: {"namespaces": ["a"]}, second: {"namespaces": ["b", "c"], "write": True}}
+    monkeypatch.setenv(KEYS_VARIABLE, json.dumps(rights))
+    keys = read_keys()
     assert access_of(keys, first) == Access(("a",))
     assert access_of(keys, second) == Access(("b", "c"), write=True)
     assert access_of(keys, None) is access_of(keys, "") is access_of(keys, first + "x") is None
-    file.write_text("[]")
-    with pytest.raises(ModelError, match="no file of keys"):
-        read_keys(file)
+    monkeypatch.delenv(KEYS_VARIABLE)
+    assert read_keys() == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("[]", "holds no keys"),
+        ("keys.json", "holds no keys"),
+        ('{"KEY": ["a"]}', "must be a mapping"),
+        ('{"KEY": {"namespaces": "handbook"}}', "expected lists of namespaces"),
+        ('{"KEY": {"namespaces": ["a"], "write": "false"}}', "true or false"),
+        ('{"KEY": {"namespaces": ["A"]}}', "expected 1 to 64 characters"),
+        ('{"KEY": {"namespaces": ["a"], "trusted_roles": ["boss"]}}', "trusted roles"),
+        ('{"KEY": {"spaces": ["a"]}}', "spaces"),
+        ('{"": {"namespaces": ["a"]}}', "fewer than 20 characters"),
+    ],
+)
+def test_keys_of_another_form_are_refused_and_not_said(monkeypatch, given, said):
+    monkeypatch.setenv(KEYS_VARIABLE, given.replace("KEY", "5" * 32))
+    with pytest.raises(ModelError, match=said) as caught:
+        read_keys()
+    assert "5" * 32 not in str(caught.value)
 
 
 def served(session):
@@ -83,7 +102,7 @@ def served(session):
 def packed(session, text, namespace="a"):
     """A pack of this model, and all KV up to its end."""
     pack = session.build_pack(text, namespace=namespace)
-    head = next(session.engine.kv([session._planner.wanted(Prefix(), pack.prefix)]))
+    head = next(session.engine.kv([session._planner.plan_kv(Prefix(), pack.prefix)]))
     return pack, KVTensors.concat([head, pack.kv])
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kp_core.engines.local.copies import start_copies
 from kp_core.engines.local.tree import Name, PrefixTree, common_tokens
-from kp_core.errors import CacheBudgetError
+from kp_core.errors import ModelError
 from kp_core.kv import KVTensors
 from kp_core.plan.plan import Limit
 
@@ -389,17 +389,15 @@ class BufferPool:
                 self._queue.remove(ticket)
                 self._changed.notify_all()
 
-    def check(self, capacity: int, pinned: int = 0) -> None:
-        """Raise `CacheBudgetError` if a buffer for `capacity` tokens does not fit beside the `pinned` bytes."""
+    def check(self, capacity: int) -> None:
+        """Raise `ModelError` if a buffer for `capacity` tokens does not fit into the budget."""
         size = KVBuffer.bytes_for(self._shape, capacity)
-        if size + pinned <= self.budget_bytes:
-            return
-        pinned_note = f", of which {pinned:,} are pinned" if pinned else ""
-        raise CacheBudgetError(
-            f"The prompt and its answer may take {capacity:,} tokens, whose KV is {size:,} bytes; expected at most the "
-            f"budget of {self.budget_bytes:,} bytes{pinned_note}. Shorten the prompt, lower max_tokens, "
-            f"{'unpin packs, ' if pinned else ''}or load the engine with a larger cache_bytes."
-        )
+        if size > self.budget_bytes:
+            raise ModelError(
+                f"The prompt and its answer may take {capacity:,} tokens, whose KV is {size:,} bytes; expected at most "
+                f"the budget of {self.budget_bytes:,} bytes. Shorten the prompt, lower max_tokens, or load the engine "
+                "with a larger cache_bytes."
+            )
 
     def take(self, capacity: int, held: Sequence[tuple[Name, KVTensors]]) -> KVBuffer | None:
         """A buffer for at least `capacity` tokens, filled with the KV that a path `held`; `None` without room now.
@@ -426,12 +424,12 @@ class BufferPool:
     def wait(self, capacity: int, limit: Limit) -> None:
         """Wait until there is room for a buffer. Release the tree path before waiting.
 
-        Raises `CacheBudgetError` if there can be no room, and `CancelledError` at `limit`.
+        Raises `ModelError` if there can be no room, and `CancelledError` at `limit`.
         """
+        self.check(capacity)
         size, start_time, has_warned = KVBuffer.bytes_for(self._shape, capacity), time.monotonic(), False
         with self._changed:
             while not self._has_room(size):
-                self.check(capacity, self._tree.held_bytes(pinned_only=True))
                 if limit.is_set():
                     raise CancelledError
                 if not has_warned and time.monotonic() > start_time + _LONG_S:

@@ -20,7 +20,7 @@ from kp_core.engines.local.grammar import Grammars
 from kp_core.engines.local.model import Model
 from kp_core.engines.local.run import Run, match
 from kp_core.engines.local.scheduler import Decoding, Scheduler
-from kp_core.engines.local.tree import Node, PrefixTree
+from kp_core.engines.local.tree import PrefixTree
 from kp_core.errors import ModelError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -112,7 +112,7 @@ class LocalEngine:
         """See `Engine.run`.
 
         Raises `PromptError` for a grammar that cannot be compiled, `OptionError` when no answer of the grammar fits
-        into the token budget, and `CacheBudgetError` for a request larger than `cache_bytes`.
+        into the token budget, and `ModelError` for a request larger than `cache_bytes`.
         """
         self._check()
         self.pool.check(len(plan.prompt) + (len(plan.forced) or plan.token_budget))
@@ -165,19 +165,8 @@ class LocalEngine:
         path.release()
         return path.tokens
 
-    def pin(self, plan: Plan) -> Node:
-        """Keep the prompt of `plan` in the prefix tree until `unpin` is called with the returned object."""
-        with closing(self.scheduler.retry_after_oom(lambda: self.prefill(plan, len(plan.prompt), logits=False))) as run:
-            return run.path.pin()
-
-    def unpin(self, pinned: object) -> None:
-        """Undo one `pin`."""
-        if not isinstance(pinned, Node):
-            raise TypeError(f"Got {type(pinned).__name__}; expected what `pin` gave back.")
-        self.tree.unpin(pinned)
-
     def clear_cache(self) -> None:
-        """Drop all KV that is neither pinned nor in use, and all idle buffers."""
+        """Drop all KV that is not in use, and all idle buffers."""
         self.tree.clear()
         self.pool.clear()
 
@@ -201,16 +190,14 @@ class LocalEngine:
         self.pool.clear()
 
     def refresh(self) -> None:
-        """Start to use the model as it is now. Raises `ModelError` while KV is pinned or in use.
+        """Start to use the model as it is now. Raises `ModelError` while KV is in use.
 
         Plans made before are refused.
         """
         self.clear_cache()
         with self.pool.turn(Limit()):  # A prompt that waits for its turn is then refused.
             if self.pool.used or not self.tree.is_empty:
-                raise ModelError(
-                    "Answers are under way, or packs are pinned. End them, `unpin` the packs, and refresh then."
-                )
+                raise ModelError("Answers are under way. End them, and refresh then.")
             if self._renew is not None:
                 self._run_model(self._renew())
 
@@ -225,8 +212,8 @@ class LocalEngine:
     ) -> Run:
         """Prefill the prompt of `plan` into a buffer for `capacity` tokens; `logits` and `defers` are those of `Run`.
 
-        Waits until the buffer fits into the budget. Raises `CacheBudgetError` if it can never fit, and `CancelledError`
-        at `limit`, and `ModelError` if the model is not that of the plan.
+        Waits until the buffer fits into the budget. Raises `ModelError` if it can never fit or the model is not that of
+        the plan, and `CancelledError` at `limit`.
         """
         # One prompt at a time, so that a second prompt with the same beginning finds the KV of the first.
         with self.scheduler.coming(), self.pool.turn(limit):
@@ -382,7 +369,7 @@ class LocalEngine:
 def _tell(stream: TokenStream, run: Run) -> None:
     """Record the cost of the prompt in the stream."""
     stream.computed_tokens, stream.approximate_tokens = run.computed, run.approximate
-    stream.first_logits = run.logits
+    stream.first_logits, stream.kept = run.logits, run.kept
     stream.state_bytes = sum(kv.state_bytes for _, kv in run.path.held)
 
 

@@ -16,6 +16,7 @@ from kp_core.engines.local.tree import Path, PrefixTree
 from kp_core.errors import PackError, PackNotFoundError
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import in_threads
+from kp_core.packs.entry import Entry
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack
 from kp_core.plan.composer import Composer
@@ -75,6 +76,8 @@ class Run:
         """The logits after the prompt, then after each token."""
         self.computed = self.approximate = 0
         """Prompt tokens that were computed, and prompt tokens whose KV an approximate composer made."""
+        self.kept: list[tuple[Entry, KVTensors]] = []
+        """See `TokenStream.kept`."""
         self.deferred_suffix: tuple[int, ...] = ()
         """The last tokens of the prompt, if they are left to `decode_suffix`."""
         self._late: tuple[Region, Sequence[int]] | None = None
@@ -149,17 +152,22 @@ class Run:
             if not kv.states or stop == region.stop:  # States are known only at the end of the pack.
                 self._append(kv.slice(filled - region.start, stop - region.start))
             return
-        for start, end in self.plan.kept.parts if self.plan.kept else ():
+        for (start, end), entry in self.plan.entries.items():
             if region.start <= start < stop and end > self.buffer.length:
-                self._bring_kept(start, min(end, stop))
+                self._bring_entry(entry, start, min(end, stop))
 
-    def _bring_kept(self, start: int, stop: int) -> None:
-        """Load the KV that an earlier request left in the store for the tokens `start:stop`."""
-        kv = self.plan.kept.read(start, stop) if self.plan.kept else None
+    def _bring_entry(self, entry: Entry, start: int, stop: int) -> None:
+        """Load the KV that an entry has of the tokens `start:stop`."""
+        kv = self._read(entry)
+        kv = kv and kv.slice(0, min(kv.tokens, stop - start))
         if kv is None or start + kv.tokens <= self.buffer.length or not self._model.shape.fits(kv):
             return
         self._compute(start)
         self._append(kv.slice(self.buffer.length - start, kv.tokens))
+
+    def _read(self, entry: Entry) -> KVTensors | None:
+        """The KV of the tokens that `entry` and the stored one have in common, on the CPU."""
+        return None if self.plan.packs is None else self.plan.packs.read(entry)
 
     def _append(self, kv: KVTensors) -> None:
         """Write loaded KV to the buffer and to the tree; the tree keeps KV of the host there until `bring_back`."""
@@ -233,29 +241,28 @@ class Run:
 
     def _softened(self, span: Span, soft: SoftTokens) -> KnowledgePack:
         """A pack between soft tokens with its KV: read from the store, or compiled now and kept there."""
-        kv = self.plan.kept.read(span.start, span.stop) if self.plan.kept else None
+        entry = self.plan.entries.get((span.start, span.stop))
+        kv = None if entry is None else self._read(entry)
         if kv is None:
             before, ids = span.pack.prefix, soft.between(span.pack.token_ids)
             with self._scheduler.prefill(len(before) + len(span)):
                 kv = self._model.forward_soft(before, soft.header, ids, soft.trailer)
             self.computed += len(span)
-            if self.plan.kept and find_handles(span.handle):
-                self.plan.kept.take(span.start, span.stop, kv.to("cpu"))
+            if entry is not None:
+                self.kept.append((entry, kv.to("cpu")))
         return replace(span.pack, kv=self._model.shape.on_device(kv))
 
     def _collect(self) -> None:
-        """Collect the KV of all `wanted` parts, for the store."""
-        if self.plan.kept is None:
-            return
+        """Collect the KV of `Plan.keep`."""
         states, end = dict[int, tuple[Tensor, ...]](), 0
         for _, kv in self.path.held:
             end += kv.tokens
             states[end] = kv.states
-        for start, stop in self.plan.kept.wanted:
+        for (start, stop), entry in self.plan.keep.items():
             if stop <= self.buffer.length:
                 kv = replace(self.buffer.read(start, stop), states=states.get(stop, ()))
                 if self._model.shape.fits(kv):
-                    self.plan.kept.take(start, stop, kv.to("cpu"))
+                    self.kept.append((entry, kv.to("cpu")))
 
     def _compute(self, until: int) -> None:
         """Compute the tokens up to `until`, in passes of at most `pass_tokens`.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.model import Memory, Model
-from kp_core.errors import CacheBudgetError
+from kp_core.errors import ModelError
 from kp_core.threads import release_openmp_threads
 
 __all__ = ["Decoding", "Scheduler", "is_out_of_memory"]
@@ -77,7 +77,7 @@ class Scheduler:
     def retry_after_oom(self, compute: Callable[[], _Result], again: Callable[[], _Result] | None = None) -> _Result:
         """The result of `compute`. If the device has too little memory, frees what no request uses, and tries `again`.
 
-        By default, `again` is `compute`. Raises `CacheBudgetError` if there is still too little memory.
+        By default, `again` is `compute`. Raises `ModelError` if there is still too little memory.
         """
         try:
             return compute()
@@ -91,7 +91,7 @@ class Scheduler:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise CacheBudgetError(_OUT_OF_MEMORY) from error
+            raise ModelError(_OUT_OF_MEMORY) from error
 
     @contextmanager
     def coming(self) -> Iterator[None]:
@@ -233,12 +233,12 @@ class Scheduler:
         self._rows, self._memory = None, {}
         for member in batch:
             if not member.buffer.has_states:  # The failed pass wrote over them.
-                member.error = CacheBudgetError(_OUT_OF_MEMORY)
+                member.error = ModelError(_OUT_OF_MEMORY)
                 continue
             try:
                 member.logits = self._logits([member])[0]
             except Exception as error:  # noqa: BLE001 - it is raised in the thread of this answer
-                member.error = CacheBudgetError(_OUT_OF_MEMORY) if is_out_of_memory(error) else error
+                member.error = ModelError(_OUT_OF_MEMORY) if is_out_of_memory(error) else error
 
     def _in_one_pass(self, batch: list[Decoding]) -> None:
         """Set the logits of each step, computed in one pass."""

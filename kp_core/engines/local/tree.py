@@ -43,7 +43,7 @@ class Node:
     tokens from `begin` on of the inserted KV number `serial`; after a split both nodes keep the serial.
     """
 
-    __slots__ = ("begin", "children", "ids", "kv", "label", "logits", "owners", "parent", "pins", "serial", "users")
+    __slots__ = ("begin", "children", "ids", "kv", "label", "logits", "owners", "parent", "serial", "users")
 
     def __init__(  # noqa: PLR0913 - what a node is
         self,
@@ -59,7 +59,7 @@ class Node:
         self.ids, self.kv, self.parent, self.owners, self.label = ids, kv, parent, owners, label
         self.children: dict[object, list[Node]] = {}
         self.logits: Tensor | None = None
-        self.pins = self.users = 0
+        self.users = 0
         self.serial, self.begin = serial or next(_serials), begin
 
     @property
@@ -157,12 +157,6 @@ class Path:
                 owners |= node.owners
         return owners
 
-    def pin(self) -> Node:
-        """Keep the whole path in the tree until `PrefixTree.unpin` is called with the returned node."""
-        with self._tree.lock:
-            self.last.pins += 1
-            return self.last
-
     def bring_back(self, read: Callable[[int, int], KVTensors], device: torch.device) -> None:
         """Move nodes in host memory back to `device`, as far as there is room.
 
@@ -200,7 +194,7 @@ class Path:
 
 
 class PrefixTree:
-    """Prefix tree with a byte budget. Evicts the least recently used leaves first, but none that is pinned or in use.
+    """Prefix tree with a byte budget. Evicts the least recently used leaves first, but none that is in use.
 
     Evicted nodes move to host memory, within `host_bytes`, and back when a request uses them; the oldest there are
     dropped. KV that does not fit is not kept. With `has_states`, a path ends only where the states of recurrent layers
@@ -220,12 +214,12 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._age) + len(self._cold)
 
-    def held_bytes(self, *, pinned_only: bool = False) -> int:
-        """Bytes on the device of nodes that are pinned or in use (with `pinned_only`: pinned), and their ancestors."""
+    def held_bytes(self) -> int:
+        """Bytes on the device of nodes that are in use, and their ancestors."""
         with self.lock:
             nodes: set[Node] = set()
             for held in itertools.chain(self._age, self._cold):
-                if held.pins or (held.users and not pinned_only):
+                if held.users:
                     nodes.update(itertools.takewhile(lambda node: node not in nodes, held.line))
             return sum(node.nbytes for node in nodes & self._age.keys())
 
@@ -306,11 +300,6 @@ class PrefixTree:
         below = self._longest(child, ids, at + count, readable, labels) if count == len(child.ids) else []
         return [(child, count), *below]
 
-    def unpin(self, node: Node) -> None:
-        """Undo one `Path.pin` of the path that ends at `node`."""
-        with self.lock:
-            node.pins -= 1
-
     def shrink(self, budget_bytes: int) -> bool:
         """Set a new budget, and evict what exceeds it; `False`, with the old budget, if what is in use does not fit."""
         with self.lock:
@@ -320,12 +309,12 @@ class PrefixTree:
             return fits
 
     def vacate(self) -> None:
-        """Evict everything that is neither pinned nor in use from the memory of the device."""
+        """Evict everything that is not in use from the memory of the device."""
         with self.lock:
             self._evict(self.nbytes)
 
     def clear(self) -> None:
-        """Drop everything that is neither pinned nor in use."""
+        """Drop everything that is not in use."""
         with self.lock:
             host_bytes, self.host_bytes = self.host_bytes, 0
             self._evict(self.nbytes)
@@ -407,7 +396,7 @@ class PrefixTree:
 
     def _may_go(self, node: Node) -> bool:
         """Whether a node may leave the device. What is below it there goes first."""
-        return not (node.pins or node.users or any(child in self._age for child in node.below))
+        return not (node.users or any(child in self._age for child in node.below))
 
     def _move_out(self, node: Node) -> bool:
         """Move a node to host memory; `False` without room."""
@@ -430,7 +419,7 @@ class PrefixTree:
     def _drop_cold(self, budget_bytes: int) -> bool:
         """Drop the oldest nodes in host memory until the rest fits. Returns whether that was possible."""
         while self.host_nbytes > budget_bytes:
-            node = next((node for node in self._cold if not (node.children or node.pins or node.users)), None)
+            node = next((node for node in self._cold if not (node.children or node.users)), None)
             if node is None:
                 return False
             self._drop(node)
@@ -438,9 +427,9 @@ class PrefixTree:
         return True
 
     def _drop(self, node: Node) -> bool:
-        """Drop a node and what is below it, except what is pinned or in use. Returns whether the node was dropped."""
+        """Drop a node and what is below it, except what is in use. Returns whether the node was dropped."""
         dropped = [child for child in list(node.below) if self._drop(child)]
-        if node.children or node.pins or node.users or node.parent is None:
+        if node.children or node.users or node.parent is None:
             for child in dropped:
                 self._release_storage(child, child.kv)
             return False

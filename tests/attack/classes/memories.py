@@ -1,8 +1,7 @@
-"""Agents' memory over LangGraph and MCP: hostile namespaces, keys, values and calls, a dictionary being the oracle."""
+"""Agents' memory over LangGraph: hostile namespaces, keys, values and calls, a dictionary being the oracle."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +10,8 @@ from random import Random
 from typing import Any
 
 from langgraph.store.base import InvalidNamespaceError
-from mcp import Client
 
-from kp_cli.mcp import memory_server
 from kp_core import Fact, MemoryFactStore, PackStore, find_handles
-from kp_core.banks.delivery import Delivery
 from kp_langchain.store import KnowledgePackStore, namespace_of
 from tests.attack.harness import Case, LostError, WrongError, refused
 from tests.attack.mutate import number, text, value
@@ -51,13 +47,11 @@ def attack(folder: Path) -> Iterator[Case]:
     memory = KnowledgePackStore(roomy_engine(), packs, facts, kv="lazy")
     facts.add([Fact("What others know.", namespace="bo"), Fact("What nobody put.", namespace=namespace_of(("a",)))])
     held: dict[tuple[tuple[str, ...], str], Any] = {}
-    served = Delivery(facts, roomy_engine(), packs, kv="lazy", compiled_for="system", namespace="ana")
-    server, told = memory_server(facts, lambda: served, "ana"), set[str]()
 
     def label(draw: Random) -> str:
         return draw.choice(_LABELS) if draw.random() < 0.7 else text(draw)
 
-    def over_langgraph(draw: Random) -> None:
+    def case(draw: Random) -> None:
         labels = tuple(label(draw) for _ in range(draw.choice((0, 1, 1, 2, 3))))
         key = draw.choice(("k", "K", "k/", "", text(draw)))
         before = held.get((labels, key))
@@ -100,31 +94,5 @@ def attack(folder: Path) -> Iterator[Case]:
                 s for s in spaces if s not in below or any(a not in (b, "*") for a, b in zip(labels, s, strict=False))
             ]:
                 raise WrongError(f"below {labels!r} there is {wrong!r}")
-
-    async def over_mcp(draw: Random) -> None:
-        said = draw.choice((text(draw), value(draw)))
-        arguments = draw.choice(
-            ({"text": said}, {"question": said}, {"question": text(draw), "k": value(draw)}, {"k": 1}, {})
-        )
-        name = draw.choice(("remember", "search", "search", text(draw)))
-        async with Client(server) as client:
-            result = await client.call_tool(name, json.loads(json.dumps(arguments, default=str)))
-        if result.is_error:
-            if not result.content[0].text:
-                raise WrongError("an error that says nothing")
-            return
-        documents = result.meta["documents"]
-        told.update(document["text"] for document in documents if name == "remember")
-        spaces = {
-            handle.namespace for _, _, handle in find_handles("\n".join(each["handle"] or "" for each in documents))
-        }
-        if spaces - {"ana"} or not {document["text"] for document in documents} <= told:
-            raise WrongError(f"{name} {arguments!r} gives {documents!r}")
-
-    def case(draw: Random) -> None:
-        if draw.random() < 0.6:
-            over_langgraph(draw)
-        else:
-            asyncio.run(over_mcp(draw))
 
     yield case

@@ -131,6 +131,8 @@ class Packs(StoreMachine):
                 raise WrongError(f"{handle} is {plain.text[:40]!r}")
             for key, pack in entries.items():
                 found = self.store.get(handle, key)
+                if handle in self.kvless:  # The first line may be gone, with the provenance; KV is found by its key.
+                    found = replace(found, provenance=pack.provenance)
                 if same(found, pack):
                     continue
                 # Behind damage an earlier KV for the same key may come to light, as good as the later.

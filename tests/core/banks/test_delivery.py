@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -208,6 +208,28 @@ def test_what_changes_takes_its_packs_along(tmp_path: Path, unit: str) -> None:
     assert made.delete(["a1"]) == []
     with pytest.raises(FactError, match="nothing to delete by"):
         made.delete()
+
+
+def test_ids_of_a_unit_may_hold_blanks(tmp_path: Path) -> None:
+    facts = MemoryFactStore(HashEmbedder())
+    twice = [Fact("The sea.", id=name, source="a.md") for name in ("a b", "[c", 'd", "e')]
+    facts.add([*twice, *(Fact(f"Of {name}.", id=name, source="b.md") for name in ("a", "b", "e"))])
+    made = packs(facts, tmp_path, unit="document")
+    [handle, _] = made.compile(made.all_units(), progress=False)
+    made.delete(["a", "b", "e"])  # No part of an id of the other document.
+    made.delete(["[c", 'd", "e'])  # The first fact still has the text.
+    assert list(made.store) == [handle]
+    made.delete(["a b"])
+    assert list(made.store) == []
+
+
+@pytest.mark.parametrize("facts", ["a b", "[", '{"a": 1}', "[" * 100_000, "7"])
+def test_a_pack_whose_provenance_says_something_else_of_facts_stays(tmp_path: Path, facts: str) -> None:
+    made = packs(MemoryFactStore(HashEmbedder()), tmp_path, unit="document")
+    made.add([Fact("The sea.", id="a", source="a.md")], progress=False)
+    by_hand = made.store.put(made.engine.build_pack("By hand.", provenance={"facts": facts}))  # type: ignore[union-attr]
+    made.delete(["a"])
+    assert list(made.store) == [by_hand]
 
 
 def test_what_no_fact_uses_is_collected(facts: MemoryFactStore, tmp_path: Path) -> None:
@@ -425,6 +447,53 @@ def test_a_text_of_another_store_that_is_gone_while_its_pack_is_written_leaves_n
     [found] = made.deliver([Hit(Fact("Orla keeps the SECRET lamp.", namespace="default"), 1.0)])
     assert found.handle is None
     assert _holding(tmp_path, "SECRET") == []
+
+
+@pytest.mark.parametrize("precompile", ["idle", "now"])
+@pytest.mark.parametrize("moment", ["looked up", "its turn"])
+def test_what_was_asked_before_a_cancellation_is_not_written_after_it(
+    tmp_path: Path, moment: str, precompile: str
+) -> None:
+    seen = list[int]()
+
+    class Read(PackStore):
+        def peek(self, *given: Any) -> KnowledgePack | None:
+            if moment == "looked up" and not seen:
+                made.cancel()
+            seen.append(1)
+            return super().peek(*given)
+
+    class Turn(Delivery):
+        def compile(self, *given: Any, **options: Any) -> list[Handle | None]:
+            if moment == "its turn":
+                made.cancel()
+            return super().compile(*given, **options)
+
+    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    made = Turn(None, engine, Read(tmp_path), namespace="default", precompile=precompile)  # type: ignore[arg-type]
+    [found] = made.deliver([Hit(Fact("Orla keeps the SECRET lamp.", namespace="default"), 1.0)])
+    engine.when_idle(lambda: None).result(60)
+    engine.close()
+    assert found.handle is None
+    assert _holding(tmp_path, "SECRET") == []
+
+
+def test_the_facts_are_asked_once_whether_a_unit_is_still_there(tmp_path: Path) -> None:
+    asked = list[str]()
+
+    class Asked(MemoryFactStore):
+        def facts(self, **wanted: Any) -> Iterator[Fact]:
+            asked.append(str(wanted))
+            return super().facts(**wanted)
+
+    facts = Asked(HashEmbedder())
+    facts.add([Fact("Orla keeps the lamp.", id="f"), Fact("The sea.", id="s")])
+    made = Delivery(facts, tiny_engine(), PackStore(tmp_path))
+    assert made.compile([Fact("A deleted fact.", id="d")], progress=False) == [None]
+    assert len(asked) == 1
+    # One that another fact has the text of, under another id, is there: before it is written, and after.
+    assert made.compile([Fact("The sea.", id="d")], progress=False) != [None]
+    assert len(asked) == 3
 
 
 _DELETES = """

@@ -77,8 +77,6 @@ def test_a_pack_with_other_layers_than_the_model_is_computed_from_its_text(numbe
     answer = engine.generate(f"{handle}\n\nWho?", view=store.view("a"), max_tokens=4)
     assert answer.token_ids == expected.token_ids
     assert "other layers or states than the model" in caplog.text
-    engine.clear_cache()
-    engine.unpin(engine.pin(wrong))
 
 
 @pytest.mark.parametrize("text", ["", " \n", "\ud800", "\0"])

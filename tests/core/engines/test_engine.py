@@ -13,6 +13,7 @@ from kp_core.errors import (
     OptionError,
     PackError,
     PackNotFoundError,
+    UnsupportedRequestError,
 )
 from kp_core.session.reading import VisibleText
 from tests.conftest import bundled_dtypes, tiny_engine, until
@@ -285,7 +286,7 @@ def test_dtypes_do_not_mix():
     differences = rounded.build_pack(FACT).fingerprint.diff(engine.fingerprint)
     assert differences["dtype"] == ("bfloat16", "float32")
     with pytest.raises(PackError, match="dtype: pack has bfloat16, model has float32"):
-        engine.pin(rounded.build_pack(FACT))
+        engine.generate("Who?", packs=[rounded.build_pack(FACT)])
 
 
 def test_explicit_handles_must_resolve(engine, store):
@@ -293,27 +294,9 @@ def test_explicit_handles_must_resolve(engine, store):
         engine.generate("Who?", packs=[f"kp:veyl/{'a' * 21}"], view=store.view("veyl"))
 
 
-def test_pinned_packs_survive_pressure(store):
-    room = 120_000 + 256 * 512  # Of the tree, and a buffer.
-    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(), chunk_tokens=16, cache_bytes=room)
-    pack = engine.build_pack("The pinned fact that must stay at hand.", namespace="pins")
-    # Stored without its KV, so that only the tree can have it.
-    handle = store.put(pack.without_kv())
-    question, view = f"{handle} And?", store.view("pins")
-    pinned = engine.pin(pack)
-
-    def press():
-        for n in range(20):
-            engine.generate(f"Question number {n} that fills the cache with other things.", max_tokens=2)
-        assert engine.cached_bytes <= 120_000
-
-    press()
-    assert engine.generate(question, view=view, max_tokens=1).usage.reused_tokens >= len(pack.token_ids)
-    engine.unpin(pinned)
-    press()
-    assert engine.generate(question, view=view, max_tokens=1).usage.reused_tokens < len(pack.token_ids)
-    engine.clear_cache()
-    assert engine.cached_bytes == 0
+def test_pinning_is_refused_by_name(engine):
+    with pytest.raises(UnsupportedRequestError, match=r"no `Session.pin`. It is gone in 0.3; .* cache_bytes"):
+        engine.pin(engine.build_pack(FACT))
 
 
 def test_the_tree_stays_within_its_budget():

@@ -79,7 +79,7 @@ def test_the_dtype_of_loading_is_no_part_of_the_identity(tmp_path):
     assert one.fingerprint.diff(other.fingerprint) == {"dtype": ("float32", "bfloat16")}
     pack = one.build_pack(TEXT)
     with pytest.raises(PackError, match="by this model with other numerics"):
-        other.pin(pack)
+        other.generate("Who?", packs=[pack])
 
 
 def test_the_bundled_model_is_identified_by_its_files(smol):

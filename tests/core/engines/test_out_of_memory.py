@@ -7,7 +7,7 @@ import torch
 
 from kp_core import KVTensors, PackStore, load_engine
 from kp_core.engines.local.buffer import KVBuffer
-from kp_core.errors import CacheBudgetError
+from kp_core.errors import ModelError
 from tests.composers import Firsts
 from tests.kits import tiny_model, tiny_tokenizer
 from tests.parity.families import model_of
@@ -81,7 +81,7 @@ def test_whichever_pass_fails_the_result_is_the_same(way, engine, device):
         assert compute(engine) == expected, at
     assert device.passes > passes * passes
     device.fail_at(*range(10**6))
-    with pytest.raises(CacheBudgetError, match="too little memory"):
+    with pytest.raises(ModelError, match="too little memory"):
         engine.clear_cache() or compute(engine)
 
 
@@ -128,7 +128,7 @@ def test_a_request_that_cannot_be_computed_fails_alone(engine, device, first):
     """Before the first token, and after some: nothing of the failed pass is found later."""
     expected = engine.generate(ASKED, max_tokens=8, reuse=False)
     device.fail_at(*range(first, 100))
-    with pytest.raises(CacheBudgetError, match="too little memory"):
+    with pytest.raises(ModelError, match="too little memory"):
         engine.generate(ASKED, max_tokens=8)
     device.fail_at()
     assert_tree_is_right(engine.engine, expected.prompt.token_ids + expected.token_ids)
@@ -159,7 +159,7 @@ def test_of_answers_decoded_together_only_the_one_without_room_fails(engine, dev
         device.fails = fails
         with ThreadPoolExecutor(len(deltas)) as pool:
             jobs = {number: pool.submit(list, pieces) for number, pieces in deltas.items()}
-        errors = [number for number, job in jobs.items() if isinstance(job.exception(), CacheBudgetError)]
+        errors = [number for number, job in jobs.items() if isinstance(job.exception(), ModelError)]
         return streams, errors, failed_rows
 
     for _ in range(20):  # On a busy machine, the long one may come alone.
@@ -196,7 +196,7 @@ def test_states_that_a_failed_pass_wrote_over_are_not_gone_on_from(monkeypatch, 
     assert engine.generate(asked, **options).token_ids == expected
     engine.clear_cache()
     device.fail_at(*range(4, 100))
-    with pytest.raises(CacheBudgetError, match="too little memory"):
+    with pytest.raises(ModelError, match="too little memory"):
         engine.generate(asked, **options)
     device.fail_at()
     assert engine.generate(asked, **options).token_ids == expected

@@ -76,11 +76,6 @@ def test_nothing_is_refreshed_while_it_is_used():
         engine.refresh()
     stream.close()
     engine.refresh()
-    pinned = engine.pin(engine.build_pack(TEXT))
-    with pytest.raises(ModelError, match="unpin"):
-        engine.refresh()
-    engine.unpin(pinned)
-    engine.refresh()
 
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)

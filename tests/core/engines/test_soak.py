@@ -20,8 +20,8 @@ import pytest
 
 from kp_core import PackStore, load_engine
 from kp_core.errors import (
-    CacheBudgetError,
     GenerationTimeoutError,
+    ModelError,
     OptionError,
     PackNotFoundError,
     PromptError,
@@ -41,7 +41,7 @@ PAIRS = [("The formal one.\n", "an 7 er"), ("the other, formal", "er er er 42")]
 BAD = [
     ({"nonsense": 1}, OptionError),
     ({"temperature": -1}, OptionError),
-    ({"max_tokens": 10_000}, CacheBudgetError),
+    ({"max_tokens": 10_000}, ModelError),
     ({"packs": ["kp:default/" + "a" * 21]}, PackNotFoundError),
     ({"response_schema": {"type": "nonsense"}}, PromptError),
     ({"timeout": 1e-9}, GenerationTimeoutError),

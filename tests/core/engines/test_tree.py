@@ -142,19 +142,16 @@ def test_the_budget_holds_and_the_oldest_leaf_goes_first():
     assert matched(tree, (1, 2, 3), logits=False) == 3
 
 
-def test_what_is_pinned_or_in_use_stays():
+def test_what_is_in_use_stays():
     tree = PrefixTree(8 * 4)
-    pinned = tree.match((1, 2))
-    pinned.extend((1, 2), kv((1, 2)))
-    node = pinned.pin()
-    pinned.release()
-    using = tree.match((3, 4))
-    using.extend((3, 4), kv((3, 4)))
+    using = tree.match((1, 2)), tree.match((3, 4))
+    for path, ids in zip(using, ((1, 2), (3, 4)), strict=True):
+        path.extend(ids, kv(ids))
     insert(tree, (5, 6), logits=False)
     assert matched(tree, (5, 6), logits=False) == 0, "no room: the path was closed"
     assert matched(tree, (1, 2), logits=False) == matched(tree, (3, 4), logits=False) == 2
-    using.release()
-    tree.unpin(node)
+    for path in using:
+        path.release()
     tree.clear()
     assert tree.nbytes == len(tree) == 0
 
@@ -241,15 +238,13 @@ def test_what_the_device_evicts_is_in_host_memory(known, room, host):
     assert tree.nbytes == tree.host_nbytes == len(tree) == 0
 
 
-def test_what_is_pinned_or_in_use_does_not_move_to_the_host():
+def test_what_is_in_use_does_not_move_to_the_host():
     tree = PrefixTree(8 * 4, host_bytes=8 * 100)
-    pinned = tree.match((1, 2))
-    pinned.extend((1, 2), kv((1, 2)))
-    node = pinned.pin()
-    pinned.release()
+    using = tree.match((1, 2))
+    using.extend((1, 2), kv((1, 2)))
     tree.vacate()
     assert (tree.nbytes, tree.host_nbytes) == (8 * 2, 0)
-    tree.unpin(node)
+    using.release()
     tree.vacate()
     assert (tree.nbytes, tree.host_nbytes) == (0, 8 * 2)
     path = tree.match((1, 2), logits=False)

@@ -8,6 +8,7 @@ from kp_core import Handle, find_handles, strip_handles
 from kp_core.errors import PromptError
 from kp_core.packs.handle import handles_like, inert, mint
 from kp_core.session.reading import VisibleText
+from tests.core.prompt.test_template import FOREIGN, HANDLE, OTHER, Packs
 
 SECRET = bytes(range(32))
 namespaces = st.from_regex(r"[a-z0-9_-]{1,63}", fullmatch=True)
@@ -85,3 +86,83 @@ def test_handles_may_stand_right_behind_each_other(form):
             said = VisibleText()
             pieces = (whole[at : at + size] for at in range(0, len(whole), size))
             assert "".join(map(said.push, pieces)) + said.flush() == strip_handles(whole)
+
+
+A, B, LOST = HANDLE, OTHER, "kp:a/" + "c" * 21
+
+
+@pytest.mark.parametrize(
+    ("form", "packs"),
+    [
+        ("{A}{B}", "AB"),
+        ("{A}{A}", "AA"),
+        ("{A}{B}{A}{B}", "ABAB"),
+        ("{A}{B}\n", "AB"),
+        ("See {A}{B}.", "AB"),
+        ("\t{A}{B}\r\n{B}", "ABB"),
+        ("{A}{LOST}{B}", "AB"),
+        ("{A}{FOREIGN}{B}", "AB"),
+        ("{LOST}{A}", "A"),
+        ("{FOREIGN}{FOREIGN}{A}", "A"),
+        ('["{A}{B}"]', "AB"),
+        ('{{"found": "\\n{A}{B}"}}', "AB"),
+        ("'\\t{A}{B}\\n'", "AB"),
+        ("[the gate]({A}{B})", "AB"),
+        ("`{A}{B}`", "AB"),
+        ("<doc>{A}{B}</doc>", "AB"),
+        ("\u7684{A}{B}\u3002", "AB"),
+        ("\U0001f600{A}{B}\U0001f600", "AB"),
+        ("\u00a0{A}{B}\u200b", "AB"),
+        ("a/{A}{B}/a", "AB"),
+        ("http://x/?q={A}{B}&k={A}", "ABA"),
+        ("{A}{B}kp:", "A"),
+        ("{A}{B}kp:a/abc", "A"),
+        ("{A}{B}2", "A"),
+        ("x{A}{B}", "B"),
+        ("{A}-{B}", "AB"),
+        ("{A},{B};{A}", "ABA"),
+        ("{A}{B}, {A}KP:a/b", "AB"),
+    ],
+)
+def test_handles_behind_each_other_bring_their_packs_in_every_role(form, packs):
+    text = form.format(A=A, B=B, LOST=LOST, FOREIGN=FOREIGN)
+    for role in ("system", "user", "tool"):
+        segments = Packs().view().split(text, role)
+        brought = [segment.handle for segment in segments if not isinstance(segment, str)]
+        assert brought == [{"A": A, "B": B}[letter] for letter in packs]
+        assert "".join(part if isinstance(part, str) else part.handle for part in segments) == text
+    assert Packs().view().split(text, "assistant") == (text,)
+
+
+@pytest.mark.parametrize("stop", [(), ("kp:a",), ("\n",), ("aa",), (".",)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "See {A}{B}.",
+        "x{A}{B} and {A}",
+        "x{A}k {A}kp:a/",
+        "{A}{A}{A}\n",
+        '"\\n{A}\\t{B}\\{A}"',
+        "kp:a-{A}-b/{B}",
+        "_{A}/{A}",
+        "kp kp: kp:a kp:a/ {A}{A}a",
+        "kp:a:{A}kp:/{B}",
+    ],
+)
+def test_what_is_said_is_the_same_wherever_it_is_cut(form, stop):
+    """The oracle finds handles, and a stop string, in the whole text."""
+    text = form.format(A=A, B=B)
+    ends = [at for at in map(text.find, stop) if at >= 0]
+    expected = strip_handles(text[: min(ends)] if ends else text)
+    for first in range(len(text) + 1):
+        for second in {first, first + 1, (first + len(text)) // 2, len(text)}:
+            said, pieces = VisibleText(stop), (text[:first], text[first:second], text[second:])
+            assert "".join(said.push(piece) for piece in pieces if not said.stopped) + said.flush() == expected
+            assert said.stopped == bool(ends)
+
+
+def test_nothing_is_held_that_can_become_no_handle():
+    said = VisibleText()
+    for piece in ("x", A, "-", "y", "kp", ":a", "/b", ". ", "y"):
+        assert said.push(piece) == piece
+    assert [said.push(piece) for piece in (" ", "k", "p:a", "/b", "!")] == [" ", "", "", "", "kp:a/b!"]

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -46,8 +47,19 @@ def test_a_damaged_line_before_the_text_leaves_the_text(store, caplog):
     assert same(found, KnowledgePack("Paris.\nA second line.", "geo", (), Prefix(), UNKNOWN))
     assert "Only the text of the pack 'Paris." in caplog.text
     pack = make_pack("Paris.\nA second line.")
+    assert same(store.get(handle, pack.key), replace(pack, provenance={}))  # Its KV is found by its key.
     assert store.put(pack) == handle
     assert same(store.get(handle), pack)
+
+
+def test_putting_a_text_anew_reads_no_kv_that_is_damaged_beside_it(store, caplog):
+    pack = make_pack()
+    path, beside = files_of(store, store.put(pack))
+    flip(path, -1)
+    beside.write_bytes(beside.read_bytes().replace(b"fingerprint", b"fingerprunt"))
+    assert same(store.get(handle := store.put(pack)), pack.without_kv())
+    assert f"KV of {handle} is damaged, deleted, and computed again" in caplog.text
+    assert same(store.get(store.put(pack)), pack)
 
 
 def test_a_damaged_text_is_an_error_until_it_is_put_again(store):

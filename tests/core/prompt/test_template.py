@@ -8,6 +8,7 @@ from kp_core import Packs as Store
 from kp_core.errors import PromptError
 from kp_core.packs.view import PackRef, why_unresolved
 from kp_core.prompt.conversation import placed, text_of, unresolved
+from kp_core.tools import AnswerShape
 from tests.core.prompt.families import FAMILIES
 from tests.kits import CHATML, tiny_tokenizer
 
@@ -490,9 +491,18 @@ GUARD = "Never name a price."
 
 
 def _conversation(roles):
-    """Messages of `roles` (letters), with texts that tell them apart."""
-    full = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
-    return [{"role": full[role], "content": f"{role}{at}. {GUARD}"} for at, role in enumerate(roles)]
+    """Messages of `roles` (letters), with texts that tell them apart; `c` is a call alone, `b` text and a call."""
+    full = {"s": "system", "u": "user", "t": "tool"}
+    said, last = [], "call00000"
+    for at, role in enumerate(roles):
+        content = "" if role == "c" else f"{role}{at}. {GUARD}"
+        message = {"role": full.get(role, "assistant"), "content": content}
+        if role in "cb":
+            last = f"call0000{at}"
+            function = {"name": "look", "arguments": {"n": 1, "what": f"c{at}. Ask."}}
+            message["tool_calls"] = [{"id": last, "function": function}]
+        said.append({**message, "name": "look", "tool_call_id": last} if role == "t" else message)
+    return said
 
 
 @pytest.mark.parametrize("name", ["two roles", "system first", "last system", *FAMILIES])
@@ -519,6 +529,115 @@ def test_later_system_messages_go_where_the_template_keeps_them(source, roles, e
     template = ChatTemplate(tiny_tokenizer(source))
     text = template.text(template.render(_conversation(roles)))
     assert re.findall(r"[suat]\d", text) == expected
+
+
+SAY = "{{ m.role }}: {{ m.content }}\n"
+CALLS = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+EACH = "{% for m in messages %}BODY{% endfor %}"
+SHOWN_IN_PART = {
+    "calls without text": EACH.replace("BODY", "{% if m.content %}" + SAY + "{% else %}" + CALLS + "{% endif %}"),
+    "calls of the end": EACH.replace("BODY", SAY + "{% if loop.revindex < 3 %}" + CALLS + "{% endif %}"),
+    "results behind calls": EACH.replace(
+        "BODY", "{% if m.role != 'tool' or messages[loop.index0 - 1].tool_calls %}" + SAY + CALLS + "{% endif %}"
+    ),
+    "results with tools": EACH.replace(
+        "BODY", "{% if tools or m.role != 'tool' %}" + SAY + "{% if tools %}" + CALLS + "{% endif %}{% endif %}"
+    ),
+    "tools for system": "{% if tools %}{{ tools | tojson }}{% endif %}"
+    + EACH.replace("BODY", "{% if not tools or m.role != 'system' %}" + SAY + CALLS + "{% endif %}"),
+    "system when thinking": EACH.replace(
+        "BODY", "{% if enable_thinking or m.role != 'system' %}" + SAY + "{% endif %}"
+    ),
+    "system before a last user": EACH.replace(
+        "BODY",
+        "{% if m.role != 'system' %}{% if loop.last and m.role == 'user' and messages[0].role == 'system' %}"
+        "{{ messages[0].content }}\n{% endif %}" + SAY + CALLS + "{% endif %}",
+    ),
+    "system with the first user": (
+        "{% set first = messages[0].content if messages[0].role == 'system' %}"
+        "{% for m in (messages[1:] if first else messages) %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('must alternate') }}{% endif %}{{ '<<SYS>>' ~ first ~ '<</SYS>>' if loop.first and first }}"
+        "{{ m.role }}: {{ m.content.strip() }}\n{% endfor %}"
+    ),
+    "user and assistant": EACH.replace(
+        "BODY", "{{ raise_exception('unknown role') if m.role not in ['user', 'assistant'] }}" + SAY
+    ),
+    "the last four": "{% for m in messages[-4:] %}" + SAY + "{% endfor %}",
+    "pairs": "{% for m in messages[: messages | length // 2 * 2] %}" + SAY + "{% endfor %}",
+    "no last answer": EACH.replace("BODY", "{% if not loop.last or m.role != 'assistant' %}" + SAY + "{% endif %}"),
+    "one answer": EACH.replace(
+        "BODY", "{% if m.role != 'assistant' or messages[loop.index0 - 1].role == 'user' %}" + SAY + "{% endif %}"
+    ),
+    "long ones": EACH.replace("BODY", "{% if m.content | length > 8 %}" + SAY + "{% endif %}"),
+    "two roles": TWO_ROLES,
+}
+LOOK = [{"name": "look", "description": "Looks.", "parameters": {"properties": {"what": {"type": "string"}}}}]
+
+
+@pytest.mark.parametrize(
+    ("name", "roles", "options", "order"),
+    [
+        ("calls without text", "ubtbtu", {}, "u0 b1 c1 t2 b3 c3 t4 u5"),
+        ("calls without text", "uctbtu", {}, "u0 c1 t2 b3 c3 t4 u5"),
+        ("calls of the end", "uctuctu", {}, "u0 c1 t2 u3 c4 t5 u6"),
+        ("calls of the end", "subtas", {}, "s0 u1 b2 c2 t3 a4 s5"),
+        ("results behind calls", "ucttu", {}, "u0 c1 t2 t3 u4"),
+        ("results behind calls", "ucstu", {}, "u0 c1 s2 t3 u4"),
+        ("results with tools", "uctau", {}, "u0 c1 t2 a3 u4"),
+        ("results with tools", "uctau", {"tools": LOOK}, "u0 c1 t2 a3 u4"),
+        ("tools for system", "suctsu", {"tools": LOOK}, "s0 u1 c2 t3 s4 u5"),
+        ("tools for system", "ssu", {"tools": LOOK, "schema": {"type": "string"}}, "s0 s1 u2"),
+        ("system when thinking", "suasu", {"thinking": False}, "s0 u1 a2 s3 u4"),
+        ("system when thinking", "suasu", {"thinking": True}, "s0 u1 a2 s3 u4"),
+        ("system before a last user", "suctsa", {}, "s0 s4 u1 c2 t3 a5"),
+        ("system before a last user", "suasu", {}, "u1 a2 s0 s3 u4"),
+        ("system with the first user", "ssuasu", {}, "s0 s1 s4 u2 a3 u5"),
+        ("system with the first user", "suctuas", {}, "s0 s6 u1 c2 t3 u4 a5"),
+        ("user and assistant", "suctsu", {}, "s0 u1 c2 t3 s4 u5"),
+        ("user and assistant", "s", {}, "s0"),
+        ("two roles", "ss", {}, "s0 s1"),
+        ("two roles", "tu", {}, "t0 u1"),
+        ("two roles", "sau", {}, "s0 a1 u2"),
+        ("two roles", "suatus", {"tools": LOOK}, "s0 u1 a2 t3 u4 s5"),
+        ("two roles", "us", {"schema": {"type": "string"}}, "u0 s1"),
+        ("two roles", "uasss", {}, "u0 a1 s2 s3 s4"),
+    ],
+)
+def test_what_a_template_shows_in_part_is_shown(name, roles, options, order):
+    template = ChatTemplate(tiny_tokenizer(SHOWN_IN_PART[name]))
+    shape = AnswerShape.of(options.get("tools", ()), schema=options.get("schema"))
+    text = template.text(template.render(_conversation(roles), shape=shape, thinking=options.get("thinking")))
+    assert re.findall(r"([suatbc]\d)\. (?:Never|Ask)", text) == order.split()
+    assert all(word in text for word in (["Looks."] * ("tools" in options) + ["JSON string"] * ("schema" in options)))
+
+
+@pytest.mark.parametrize(
+    ("source", "roles", "complaint"),
+    [
+        ("the last four", "uauau", r"leaves out message 0 \(user\): 'u0"),
+        ("the last four", "suctau", r"leaves out message 1 \(user\): 'u1"),
+        ("pairs", "uau", r"leaves out message 2 \(user\): 'u2"),
+        ("no last answer", "ua", r"leaves out message 1 \(assistant\): 'a1"),
+        ("one answer", "uaau", r"leaves out message 2 \(assistant\): 'a2"),
+        ("system with the first user", "sau", r"refused a conversation of \[system, assistant, user\]: must alternate"),
+        ("gpt_oss", "stu", r"refused a conversation of \[system, tool, user\]: A result without a call"),
+    ],
+)
+def test_what_cannot_be_moved_is_refused_by_its_number(source, roles, complaint):
+    tokenizer = FAMILIES[source].tokenizer() if source in FAMILIES else tiny_tokenizer(SHOWN_IN_PART[source])
+    with pytest.raises(PromptError, match=complaint):
+        ChatTemplate(tokenizer).render(_conversation(roles))
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["{{ m.content[:500] }}", "{{ m.content | replace('  ', ' ') | truncate(500) }}", "{{ m.content.split('Mm')[0] }}"],
+)
+def test_a_template_that_changes_long_texts_says_so_without_packs_too(body, caplog):
+    template = ChatTemplate(tiny_tokenizer(EACH.replace("BODY", body)))
+    for _ in range(2):
+        template.render([*_conversation("ua"), {"role": "user", "content": "word " * 200}])
+    assert caplog.text.count("what it leaves out is not noticed") == 1
 
 
 @pytest.mark.parametrize("name", ["two roles", "system first", "gemma", "mistral", "gemma4"])

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kp_core.errors import OptionError
 from kp_core.kv import KVTensors
+from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import Prefix, common_length
-from kp_core.plan.engine import Engine
-from kp_core.plan.plan import Plan
 from kp_core.progress import bar_of
 from kp_core.prompt.template import ChatTemplate
-from kp_core.steering import LayerRange, Method, Pair, Steering, resolve_layers
-from kp_core.steering.value import check_method
+from kp_core.steering.value import LayerRange, Method, Pair, Steering, check_method, resolve_layers
 
 __all__ = ["make_steering"]
 
+_Side: TypeAlias = tuple[Prefix, tuple[int, ...]]
 _ADVICE = "expected pairs of (positive, negative), each a text or a list of messages."
 
 
@@ -33,9 +32,9 @@ class _Means(NamedTuple):
 
 
 def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
-    engine: Engine,
+    model: ModelFingerprint,
     template: ChatTemplate,
-    wanted: Callable[[Prefix, Sequence[int]], Plan],
+    kv: Callable[[Sequence[_Side]], Iterable[KVTensors]],
     pairs: Sequence[Pair],
     *,
     method: Method = "mean",
@@ -51,20 +50,20 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
     `"last_token"` (arXiv 2507.08799): the mean over pairs of the difference in K (after RoPE) and in V at the second
     last token of the prompt, the last one in the cache when the model is about to answer.
 
-    Value deltas are multiplied by `c_v`, key deltas by `c_k` (default 1). `layers` is by default the middle third.
-    Raises `OptionError` for pairs that are empty, one-sided or identical once rendered, for layers that the model
-    lacks, for an unknown method, and for `c_k` with `"mean"`.
+    `kv` computes the KV of tokens behind a prefix. Value deltas are multiplied by `c_v`, key deltas by `c_k` (default
+    1). `layers` is by default the middle third. Raises `OptionError` for pairs that are empty, one-sided or identical
+    once rendered, for layers that the model lacks, for an unknown method, and for `c_k` with `"mean"`.
     """
     if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs:
         raise OptionError(f"Got {pairs!r} for pairs; {_ADVICE}")
     check_method(method, keys=c_k is not None)
-    plans = [plan for index, pair in enumerate(pairs) for plan in _plans(template, wanted, pair, index, method)]
+    sides = [side for index, pair in enumerate(pairs) for side in _sides(template, pair, index, method)]
     means: list[_Means] = []
-    bar = bar_of("Reading pairs", len(plans), "side", engine.kv(plans), shown=progress)
+    bar = bar_of("Reading pairs", len(sides), "side", kv(sides), shown=progress)
     chosen_layers: tuple[int, ...] = ()
-    for kv in bar:
-        chosen_layers = chosen_layers or resolve_layers(layers, kv.layers)
-        means.append(_means(kv, method))
+    for side_kv in bar:
+        chosen_layers = chosen_layers or resolve_layers(layers, side_kv.layers)
+        means.append(_means(side_kv, method))
     side_means = list(zip(means[::2], means[1::2], strict=True))
     deltas = {
         name: {
@@ -82,7 +81,7 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
     }
     steering = Steering(
         deltas["values"],
-        engine.identity,
+        model,
         method,
         deltas["keys"] if method == "last_token" else {},
         scales,
@@ -95,10 +94,8 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
     return steering.scaled(c_v=c_v, c_k=1.0 if c_k is None else c_k)
 
 
-def _plans(
-    template: ChatTemplate, wanted: Callable[[Prefix, Sequence[int]], Plan], pair: Pair, index: int, method: Method
-) -> tuple[Plan, Plan]:
-    """Plans for the KV of both sides of a pair from the first message that differs. Only KV before it may be reused."""
+def _sides(template: ChatTemplate, pair: Pair, index: int, method: Method) -> tuple[_Side, _Side]:
+    """The tokens of both sides of a pair from the first message that differs, behind those before it."""
     sides = () if isinstance(pair, str) or not isinstance(pair, Sequence) else pair
     if len(sides) != 2 or not all(isinstance(side, Sequence) for side in sides):
         raise OptionError(f"Got {pair!r} for pair {index}; {_ADVICE}")
@@ -111,7 +108,7 @@ def _plans(
     shared = common_length(positive.token_ids, negative.token_ids)
     start = max((at for at in positive.breaks if at <= shared), default=0)
     prefix = positive.token_ids[:start]
-    return wanted(prefix, positive.token_ids[start:]), wanted(prefix, negative.token_ids[start:])
+    return (prefix, positive.token_ids[start:]), (prefix, negative.token_ids[start:])
 
 
 def _means(kv: KVTensors, method: Method) -> _Means:
