@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["demo"]
 
-_TOKENS = (250, 1000, 4000)
-_SEARCHES, _FOUND = 8, 120  # Number of the agent's searches, and about how many tokens each finds.
+_TOKENS = (1000, 4000)
+_PASSAGES, _LENGTH = 10, 130  # As a search finds them: how many, and tokens of each, about.
 _QUESTION = "What is the name of the highest peak on Thranmoor?"
 _STYLED = "What is the sun?"
 _ALPHAS = {-1.0: "casual", 0.0: "as it is", 1.5: "formal"}
@@ -37,7 +37,7 @@ What to try next
 
 @spread
 def demo(*, model: ModelOptions) -> None:
-    """See in a minute what packs do: the same answer, sooner, at a prompt that does not grow, in a style of its own."""
+    """See in a minute what packs do: the same answer, sooner, in a style of its own."""
     from kp_cli.sources import read_facts
     from kp_core import PackStore
 
@@ -48,65 +48,61 @@ def demo(*, model: ModelOptions) -> None:
         session, folder = model.load(), stack.enter_context(tempfile.TemporaryDirectory(prefix="kp-demo-"))
         stack.callback(session.close)  # Before the folder is deleted: kept KV may still be written.
         store = PackStore(folder)
-        _show_answers(out, session, store, facts)
-        _show_agent(out, session, store, facts)
+        _show_one(out, session, store, facts)
+        _show_ten(out, session, store, facts)
         _show_style(out, session)
     out.print(_NEXT)
     out.print(f"{time.perf_counter() - began:.0f} s in all; every figure above was counted in this run.", style="dim")
 
 
-def _show_answers(out: Console, session: Session, store: PackStore, facts: Sequence[str]) -> None:
-    """Answer one question from passages of three sizes, as text and as packs; compare answers and seconds."""
+def _show_one(out: Console, session: Session, store: PackStore, facts: Sequence[str]) -> None:
+    """Answer one question from passages of two sizes, as text and as a pack from disk; compare answers and seconds."""
+    _heading(out, 1, "The same answer, sooner", f"The question: {_QUESTION}")
+    out.print("Each passage is sent as text, and as a pack that was compiled before and is read from disk.")
     passages = [next(_passages(session, facts, [tokens])) for tokens in _TOKENS]
-    out.print("Compiling three packs, once for each text ...")
-    with waiting("Compiling"):
-        session.generate(passages[0], max_tokens=2)  # Warm up: the first pass sets up kernels.
+    with waiting("Compiling two packs, once for each text"):
+        session.generate("Hello.", max_tokens=2)  # Warm up: the first pass sets up kernels.
         packs = [str(store.put(session.build_pack(passage))) for passage in passages]
+    for passage, pack in zip(passages, packs, strict=True):
+        text, read = _asked(session, store, [passage]), _asked(session, store, [pack])
+        same = "the same" if text.token_ids == read.token_ids else "not the same"
+        _compare(out, f"{read.usage.pack_tokens:,} tokens", text, read, f"{same} {len(read.token_ids)} tokens")
+    out.print(f"The answer: {read.text.strip()}", style="green")
 
-    def answer(knowledge: str) -> Generation:
-        session.clear_cache()
-        prompt = f"{knowledge}\n\nIn a few words: {_QUESTION}"
-        return session.generate(prompt, view=store.view("default"), recognise=False, max_tokens=32)
 
-    out.print("Asking, with text and with packs ...")
-    with waiting("Asking"):
-        answers = [(answer(passage), answer(pack)) for passage, pack in zip(passages, packs, strict=True)]
-    _heading(out, 1, "The same answer", f"The question: {_QUESTION}")
-    text, pack = answers[1]
+def _show_ten(out: Console, session: Session, store: PackStore, facts: Sequence[str]) -> None:
+    """Answer from ten passages, of which `select` reads those that the question is about."""
+    _heading(out, 2, "Ten passages, as a search finds them", f"The question: {_QUESTION}")
+    out.print("As packs, the model's own attention chooses which are read (`select`); the rest is never computed.")
+    passages = list(_passages(session, facts, [_LENGTH] * _PASSAGES))
+    with waiting("Compiling ten packs"):
+        packs = [str(store.put(pack)) for pack in session.build_packs(passages, progress=False)]
+    text, read = _asked(session, store, passages), _asked(session, store, packs, composer="select")
+    _compare(out, f"{text.usage.prompt_tokens:,} tokens", text, read, f"{read.usage.unread_packs} packs left out")
     out.print(f"text  {text.text.strip()}", style="yellow")
-    out.print(f"pack  {pack.text.strip()}", style="green")
-    out.print(
-        f"{'The same' if text.token_ids == pack.token_ids else 'Not the same'} {len(pack.token_ids)} tokens. The "
-        f"prompt that was read has {len(text.prompt):,} tokens both times; {pack.usage.pack_tokens:,} of them came "
-        "from the pack."
-    )
-    _heading(out, 2, "How much sooner the first token comes", "Each pack is read from disk for its question.")
-    for text, pack in answers:
-        seconds, pack_seconds = text.usage.ttft_s, pack.usage.ttft_s
-        out.print(f"{pack.usage.pack_tokens:>6,} tokens  text {seconds:.2f} s  ", style="yellow", end="")
-        out.print(f"pack {pack_seconds:.2f} s  {seconds / pack_seconds:.0f} x", style="green")
+    out.print(f"packs {read.text.strip()}", style="green")
 
 
-def _show_agent(out: Console, session: Session, store: PackStore, facts: Sequence[str]) -> None:
-    """Show the tokens that two agents send, which search again and again and keep what they computed."""
-    _heading(out, 3, "An agent whose prompt does not grow", "Tokens sent to the model after each of its searches:")
-    texts, packs = list(_passages(session, facts, [_FOUND] * _SEARCHES)), list[str]()
+def _asked(session: Session, store: PackStore, knowledge: Sequence[str], **options: str) -> Generation:
+    """The answer from texts or packs, with nothing in memory."""
     session.clear_cache()
-    for count, text in enumerate(texts, 1):
-        with waiting("Searching"):
-            packs.append(str(store.put(session.build_pack(text, compiled_for="system", lazy=True))))
-            messages = [{"role": "user", "content": text} for text in (*texts[:count], _QUESTION)]
-            as_text = session.prefill(messages).usage.prompt_tokens
-            usage = session.prefill(_QUESTION, packs=packs, placement="system", view=store.view("default")).usage
-        line = Text(f"search {count}  ").append(f"text {as_text:<7,}", "yellow")
-        out.print(line.append(f"packs {usage.prompt_tokens:,}", "green"))
+    prompt = "\n\n".join((*knowledge, f"In a few words: {_QUESTION}"))
+    with waiting("Asking"):
+        return session.generate(prompt, view=store.view("default"), recognise=False, max_tokens=32, **options)
+
+
+def _compare(out: Console, size: str, text: Generation, packs: Generation, note: str) -> None:
+    seconds, sooner = text.usage.ttft_s, packs.usage.ttft_s
+    out.print(f"{size:>12}  first token: text {seconds:.2f} s  ", style="yellow", end="")
+    out.print(f"pack {sooner:.2f} s, {seconds / sooner:.1f} times sooner", style="green", end="")
+    out.print(f"  ({note})", style="dim", highlight=False)
 
 
 def _show_style(out: Console, session: Session) -> None:
     """Answer one question at three strengths of a steering."""
     from kp_core.steering import preset
 
-    _heading(out, 4, "A style that no prompt spends a token on", f"The question: {_STYLED}")
+    _heading(out, 3, "A style that no prompt spends a token on", f"The question: {_STYLED}")
     out.print("Making a steering from pairs of sentences, formal and casual ...")
     with waiting("Steering"):
         formal = session.make_steering(preset("formal"), progress=False)
