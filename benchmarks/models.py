@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -110,10 +109,8 @@ def model_folder(name: str) -> Path:
     cache = cache_directory()
     if not (cache / folder).is_dir():
         try:
-            cache.mkdir(parents=True, exist_ok=True)
-            with FileLock(cache / f".{folder}.lock"):
-                converted(folder, lambda target: _unpack(model, _fetched(name, model), target))
-                shutil.rmtree(_downloads(model), ignore_errors=True)
+            converted(folder, lambda target: _unpack(model, _fetched(name, model), target), source=name)
+            shutil.rmtree(_downloads(model), ignore_errors=True)
         except OSError as error:
             raise ModelMissingError(f"{name} cannot be written to {cache}: {error}") from error
     return cache / folder

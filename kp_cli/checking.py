@@ -33,6 +33,7 @@ from kp_core.banks.client import is_url
 from kp_core.banks.compiling import compile_cost, estimate_units
 from kp_core.banks.delivery import Delivery, Unit
 from kp_core.banks.store import BANK_SIZE
+from kp_core.bundled import cache_directory, converted_folders
 from kp_core.errors import FactError, FactStoreLockedError, KnowledgePackError, PackError
 from kp_core.packs.codec import Compression
 from kp_core.packs.entry import EntryFile, open_entry
@@ -51,9 +52,9 @@ _COUNTS = ("packs", "with_kv", "tokens", "bytes")
 @spread
 def status(  # noqa: PLR0913 - one parameter per option or group of options
     paths: Annotated[
-        list[str],
-        typer.Argument(metavar="PATH...", help="A collection, a store of packs or an entry of one; --cost: or texts."),
-    ],
+        list[str] | None,
+        typer.Argument(metavar="[PATH...]", help="A collection, a store or an entry of one; --cost: or texts."),
+    ] = None,
     *,
     cost: Annotated[
         bool, typer.Option("--cost", help="Tokens, disk and minutes that packs of a collection or of files would take.")
@@ -66,15 +67,28 @@ def status(  # noqa: PLR0913 - one parameter per option or group of options
     """Show what it holds: facts, namespaces, embedder, banks; what is compiled, from where, how large, and when it was
     last used, the latest first. `used` is written once a minute, and when a process ends.
 
+    Without a path: models that were unpacked into the cache folder.
+
     --cost counts tokens on a sample of 256 packs, and measures bytes and minutes by compiling eight. It stores nothing.
     """
-    if cost:
+    if not paths:
+        report, shown = _about_models()
+    elif cost:
         report, shown = _cost(paths, unit, options, model)
     elif len(paths) > 1:
         raise typer.BadParameter(f"Got {len(paths)} paths; expected one, or --cost.")
     else:
         report, shown = _about(paths[0], options)
     tell(report, Group(*shown), as_json=as_json)
+
+
+def _about_models() -> tuple[dict[str, Any], list[RenderableType]]:
+    """Models that were unpacked into the cache folder, as JSON and for people."""
+    folders, table = converted_folders(), Table("unpacked", "MB", "into")
+    for folder, made in folders.items():
+        table.add_row(made["source"], f"{made['bytes'] / 1e6:,.1f}", folder.name)
+    line = f"Models unpacked in {cache_directory()}: {len(folders)}. `kp remove --models` removes them."
+    return {str(folder): made for folder, made in folders.items()}, [*([table] if folders else []), line]
 
 
 def _about(path: str, options: PlaceOptions) -> tuple[dict[str, Any], list[RenderableType]]:

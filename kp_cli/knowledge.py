@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -37,6 +38,7 @@ from kp_cli.sources.texts import STDIN
 from kp_core.banks import ChromaFactStore, Fact, FactStore
 from kp_core.banks.compiling import compile_cost, find_compiled, provenance_of
 from kp_core.banks.delivery import KV, Delivery, Unit
+from kp_core.bundled import converted_folders
 from kp_core.errors import FactError, PackError
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle
@@ -185,19 +187,32 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
 
 @spread
 def remove(  # noqa: PLR0913 - one parameter per option
-    place: Place,
+    place: Annotated[
+        str | None,
+        typer.Argument(metavar="COLLECTION", help="The collection: a folder, or the URL of a Chroma server."),
+    ] = None,
     ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Ids, or their first characters.")] = None,
     *,
     where: Where = None,
     source: Annotated[str | None, typer.Option(metavar="FILE", help="Only facts of this source.")] = None,
     namespace: MaybeNamespace = None,
     unused: Annotated[bool, typer.Option("--unused", help="Remove no facts, only packs that no fact uses.")] = False,
+    models: Annotated[
+        bool, typer.Option("--models", help="Remove only models that were unpacked on this machine.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
     options: PlaceOptions,
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Remove the facts that match all of ids, filter and source, and packs that no fact uses any more."""
+    if models is (place is not None):
+        raise typer.BadParameter(
+            "Expected a COLLECTION, or --models and none: models are unpacked for all collections."
+        )
+    if place is None:
+        _remove_models(dry_run=dry_run, as_json=as_json)
+        return
     tests = [test for test in (filter_of(where), source and {"kp:source": source}) if test]
     if unused == bool(ids or tests):
         raise typer.BadParameter("Got neither ids nor --where nor --source nor --unused; give one (--unused alone).")
@@ -226,6 +241,15 @@ def remove(  # noqa: PLR0913 - one parameter per option
                     "its last thousand changes."
                 )
         tell({**report, "facts": len(collection)}, message, as_json=as_json)
+
+
+def _remove_models(*, dry_run: bool, as_json: bool) -> None:
+    folders = converted_folders()
+    for folder in () if dry_run else folders:
+        shutil.rmtree(folder)
+    size = sum(made["bytes"] for made in folders.values()) / 1e9
+    message = f"Unpacked models {'that would be ' * dry_run}removed: {len(folders)}, {size:,.1f} GB."
+    tell({"removed": [*map(str, folders)], "dry_run": dry_run}, message, as_json=as_json)
 
 
 def _ingest(

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
+import json
 import logging
 import os
 import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
+
+import xxhash
+from filelock import FileLock, Timeout
 
 from kp_core.errors import MissingDependencyError, ModelError
 
@@ -26,6 +30,7 @@ __all__ = [
     "cache_directory",
     "check_reachable",
     "converted",
+    "converted_folders",
     "installed_file",
     "needing",
 ]
@@ -33,6 +38,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _CONNECT_S = 1.5
+_LIST = "converted.json"  # What a folder was made of, and its files with their sizes, times and digests.
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 """Name of the bundled language model."""
@@ -51,22 +57,69 @@ def cache_directory() -> Path:
     return Path(chosen) if chosen else Path.home() / ".cache" / "knowledge-packs"
 
 
-def converted(name: str, convert: Callable[[Path], object]) -> Path:
-    """The folder `name` of the user's cache directory. If it is missing, `convert` fills it first."""
+def converted(name: str, convert: Callable[[Path], object], *, source: str = "") -> Path:
+    """The folder `name` of the user's cache directory. If it is missing or damaged, `convert` fills it first.
+
+    `source` names what it is made of, for people. Processes wait for one another, and no half-written folder gets the
+    name. Raises `OSError`, and what `convert` raises.
+    """
     target = cache_directory() / name
-    if not target.is_dir():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
-        try:
+    if _is_whole(target):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock, staging = FileLock(target.with_name(".lock")), target.with_name(f".{name}.partial")
+    try:
+        lock.acquire(timeout=1)
+    except Timeout:
+        logger.warning("Another process fills %s; waiting for it.", target.parent)
+        lock.acquire()
+    try:
+        if not _is_whole(target):
+            shutil.rmtree(staging, ignore_errors=True)  # Of a process that was killed.
+            staging.mkdir(0o700)
             convert(staging)
+            files = {file.name: [*_stamp(file), _digest(file)] for file in staging.iterdir()}
+            (staging / _LIST).write_text(json.dumps({"source": source, "files": files}), "utf-8")
+            shutil.rmtree(target, ignore_errors=True)
             staging.rename(target)
-        except OSError:
-            # Another process may have finished first; its folder is equivalent.
-            if not target.is_dir():
-                raise
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        lock.release()
     return target
+
+
+def converted_folders() -> dict[Path, dict[str, Any]]:
+    """Folders that `converted` made: each with its `source` and its `bytes`."""
+    lists = {file.parent: json.loads(file.read_bytes()) for file in sorted(cache_directory().glob(f"*/{_LIST}"))}
+    return {
+        folder: {"source": made["source"], "bytes": sum(size for size, *_ in made["files"].values())}
+        for folder, made in lists.items()
+    }
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the files in `folder` are as `converted` left them; they are read only if their times changed."""
+    try:
+        files = json.loads((folder / _LIST).read_bytes())["files"]
+        return all(
+            _stamp(folder / name) == (size, time) or _digest(folder / name) == digest
+            for name, (size, time, digest) in files.items()
+        )
+    except (OSError, ValueError):
+        return False
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _digest(file: Path) -> str:
+    hasher = xxhash.xxh3_128()
+    with file.open("rb") as opened:
+        while block := opened.read(1 << 20):
+            hasher.update(block)
+    return hasher.hexdigest()
 
 
 def installed_file(package: str, version: str, ending: str, also: str = "") -> Path:

