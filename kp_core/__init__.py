@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from kp_core.prompt.conversation import Message
     from kp_core.prompt.prompt import Prompt, Span
     from kp_core.prompt.template import ChatTemplate
-    from kp_core.session.reading import AsyncStream, Generation, Stream, Usage
+    from kp_core.session.reading import Generation, Usage
     from kp_core.session.session import Session
+    from kp_core.session.stream import AsyncStream, Stream
     from kp_core.steering import Steering
     from kp_core.tools import Delta, TokenLogprob, Tool, ToolCall, ToolCallDelta
 
@@ -93,7 +94,8 @@ _PLACES = {
     "plan.engine": "Engine TokenStream",
     "engines.hf.loading": "bundled_model",
     "engines.local.tree": "PrefixTree",
-    "session.reading": "AsyncStream Generation Stream Usage",
+    "session.reading": "Generation Usage",
+    "session.stream": "AsyncStream Stream",
     "plan.request": "Request",
     "session.session": "Session",
     "engines.shared": "load_engine",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import get_args
 
-from kp_core.errors import OptionError
+from kp_core.errors import GenerationTimeoutError, OptionError
 from kp_core.packs.entry import Entry
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.view import PackView
@@ -111,6 +111,14 @@ class Limit:
     def is_over(self) -> bool:
         """Whether the time is up."""
         return self.timeout is not None and self.spent > self.timeout
+
+    def check(self, tokens: int) -> None:
+        """Raise `GenerationTimeoutError` when the time is up; `tokens` is how many were generated."""
+        if self.is_over:
+            raise GenerationTimeoutError(
+                f"The answer was not complete after {self.timeout} s ({tokens} tokens were generated). Raise the "
+                "timeout, lower max_tokens, or send less to prefill."
+            )
 
     @property
     def spent(self) -> float:

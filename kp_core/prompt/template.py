@@ -23,7 +23,6 @@ from kp_core.prompt.conversation import (
     Message,
     Placement,
     Turn,
-    TurnShaper,
     filled,
     map_strings,
     placed,
@@ -33,6 +32,7 @@ from kp_core.prompt.conversation import (
 )
 from kp_core.prompt.encoding import Encoded, PromptEncoder, insert
 from kp_core.prompt.prompt import Prompt, Span
+from kp_core.prompt.shims import TurnShaper
 from kp_core.tools import AnswerShape, ToolFormat, format_of, thought_of
 
 __all__ = ["ChatTemplate"]
@@ -54,7 +54,7 @@ class ChatTemplate:
     """Renders conversations with a tokenizer's chat template, and finds packs in the tokens.
 
     `options` are passed to the template, e.g. `date_string`. What a template lacks (roles, tool calls) is rendered as
-    `kp_core.prompt.conversation` states. Raises `PromptError` if there is no template or it refuses.
+    `kp_core.prompt.shims` states. Raises `PromptError` if there is no template or it refuses.
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:  # noqa: ANN401

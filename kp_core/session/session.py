@@ -48,16 +48,8 @@ from kp_core.prompt.conversation import Message
 from kp_core.prompt.template import ChatTemplate
 from kp_core.session.explain import Explanation, explain
 from kp_core.session.idle import IdleQueue, Job
-from kp_core.session.reading import (
-    AsyncStream,
-    Generation,
-    Stream,
-    check_time,
-    grammar_of,
-    in_thread,
-    read_answer,
-    usage_of,
-)
+from kp_core.session.reading import Generation, grammar_of, read_answer, usage_of
+from kp_core.session.stream import AsyncStream, Stream, in_thread
 from kp_core.steering import Pair, Steering
 from kp_core.steering.contrast import make_steering
 from kp_core.threads import make_anew
@@ -232,7 +224,7 @@ class Session(Shared):
         self._need("logits", "a prefill alone")
         plan, request, stream = self._run(messages, options, tokens=0)
         self._keep(plan, request, stream)
-        check_time(stream.limit, 0)
+        stream.limit.check(0)
         if stream.first_logits is None:
             raise CancelledError("The prefill was cancelled.")
         usage = usage_of(plan, stream, 0, stream.limit.spent)
@@ -253,7 +245,7 @@ class Session(Shared):
         if not tokens:
             return 1.0
         _, _, stream = self._run(messages, options, forced=tokens, tokens=len(tokens))
-        check_time(stream.limit, 0)
+        stream.limit.check(0)
         if not stream.losses:
             raise CancelledError("The measurement was cancelled.")
         return math.exp(fmean(stream.losses))

@@ -16,7 +16,7 @@ from kp_core.engines.local.buffer import BufferPool, KVBuffer
 from kp_core.engines.local.tree import PrefixTree
 from kp_core.errors import GenerationTimeoutError, ModelError
 from kp_core.plan.plan import Limit
-from kp_core.session.reading import in_thread
+from kp_core.session.stream import in_thread
 from tests.conftest import until
 from tests.kits import tiny_model, tiny_tokenizer
 
