@@ -45,7 +45,7 @@ def edit(  # noqa: PLR0913 - the arguments of the functions it calls
     pack: KnowledgePack,
     old: str,
     new: str,
-    engine: Session,
+    session: Session,
     *,
     how: How = "amend",
     compiled_for: CompiledFor | None = None,
@@ -54,8 +54,8 @@ def edit(  # noqa: PLR0913 - the arguments of the functions it calls
     if how not in get_args(How):
         raise OptionError(f"Got how={how!r}; expected one of {', '.join(get_args(How))}.")
     if how == "rebuild":
-        return rebuild(pack, replaced(current_text(pack), old, new), engine, compiled_for=compiled_for)
-    return (amend if how == "amend" else overwrite)(pack, old, new, engine, compiled_for=compiled_for)
+        return rebuild(pack, replaced(current_text(pack), old, new), session, compiled_for=compiled_for)
+    return (amend if how == "amend" else overwrite)(pack, old, new, session, compiled_for=compiled_for)
 
 
 def edit_fact(delivery: Delivery, fact_id: str, old: str, new: str, *, how: How = "amend") -> Fact:
@@ -80,7 +80,7 @@ def amend(  # noqa: PLR0913 - the arguments of an edit
     pack: KnowledgePack,
     old: str,
     new: str,
-    engine: Session,
+    session: Session,
     *,
     compiled_for: CompiledFor | None = None,
     squash_above: float = 0.2,
@@ -99,7 +99,7 @@ def amend(  # noqa: PLR0913 - the arguments of an edit
         corrections.append(replace(correction, line=_line(base, correction, others)))
     lines = [erratum.line for erratum in corrections]
     text = base + "".join(f"\n{line}" for line in lines) if not base.endswith("\n") else base + "\n".join(lines)
-    token_ids = _tokenised(pack, text, engine, compiled_for)
+    token_ids = _tokenised(pack, text, session, compiled_for)
     reused = common_length(pack.token_ids, token_ids)
     kept_starts = (at for at in edits.starts if at < reused)
     starts = (*kept_starts, reused) if reused and corrections else ()
@@ -114,15 +114,15 @@ def amend(  # noqa: PLR0913 - the arguments of an edit
     first = starts[0] if starts else len(token_ids)
     if len(token_ids) - first > squash_above * first:
         logger.info("Errata are more than %.0f %% of %r; it is computed anew.", 100 * squash_above, text[:40])
-        return _squashed(pack, _applied(base, corrections), new_edits, engine, compiled_for)
-    return _compiled(pack, text, token_ids, engine, new_edits)
+        return _squashed(pack, _applied(base, corrections), new_edits, session, compiled_for)
+    return _compiled(pack, text, token_ids, session, new_edits)
 
 
-def squash(pack: KnowledgePack, engine: Session, *, compiled_for: CompiledFor | None = None) -> KnowledgePack:
+def squash(pack: KnowledgePack, session: Session, *, compiled_for: CompiledFor | None = None) -> KnowledgePack:
     """`pack` with its errata, if any, merged into the text, recomputed and exact. Raises as `rebuild`."""
     if not pack.edits.corrections:
         return pack
-    return _squashed(pack, current_text(pack), pack.edits, engine, compiled_for)
+    return _squashed(pack, current_text(pack), pack.edits, session, compiled_for)
 
 
 def current_text(pack: KnowledgePack) -> str:
@@ -131,7 +131,7 @@ def current_text(pack: KnowledgePack) -> str:
 
 
 def rebuild(
-    pack: KnowledgePack, text: str, engine: Session, *, compiled_for: CompiledFor | None = None
+    pack: KnowledgePack, text: str, session: Session, *, compiled_for: CompiledFor | None = None
 ) -> KnowledgePack:
     """A pack of `text` in place of `pack`: bit for bit that of `engine.build_pack(text)` for the same place.
 
@@ -139,13 +139,13 @@ def rebuild(
     of your own. Raises `PackError` for a pack that is lazy, steered or compiled for an unknown place;
     `PackError` for a pack of another model.
     """
-    token_ids = _tokenised(pack, text, engine, compiled_for)
+    token_ids = _tokenised(pack, text, session, compiled_for)
     history = (*pack.history, Edit("rebuild", *_difference(pack.text, text)))
-    return _compiled(pack, text, token_ids, engine, Edits(history=history))
+    return _compiled(pack, text, token_ids, session, Edits(history=history))
 
 
 def overwrite(
-    pack: KnowledgePack, old: str, new: str, engine: Session, *, compiled_for: CompiledFor | None = None
+    pack: KnowledgePack, old: str, new: str, session: Session, *, compiled_for: CompiledFor | None = None
 ) -> KnowledgePack:
     """`pack` with the KV of the tokens of `old` replaced by that of `new`. The KV behind it is moved and kept.
 
@@ -157,7 +157,7 @@ def overwrite(
     if pack.edits.corrections:
         raise PackError(f"The pack {pack.text[:40]!r} has errata, and no field of its own is valid. `squash` it first.")
     text = replaced(pack.text, old, new)
-    ids = _tokenised(pack, text, engine, compiled_for)
+    ids = _tokenised(pack, text, session, compiled_for)
     logger.warning(
         "The pack %r is overwritten in its KV alone: what stands behind has seen the old value, which may win. "
         "`amend` puts an erratum behind it, `rebuild` computes it anew.",
@@ -175,7 +175,7 @@ def overwrite(
     region = Region(start, stop, "composed", spans, SpliceComposer())
     prompt = replace(before, token_ids=(*before.token_ids, *ids), spans=spans)
     plan = Plan(prompt, (*plan_regions(before), region), wanted=(start, stop))
-    kv = pack.kv if ids == pack.token_ids else _computed(engine, plan, "compose")
+    kv = pack.kv if ids == pack.token_ids else _computed(session, plan, "compose")
     history = (*pack.history, Edit("overwrite", old, new))
     # Packs with equal text that were made from different packs have different KV, so their fingerprints must differ.
     made_of = blake2b(f"{pack.fingerprint.dtype}\0{pack.text}\0{old}".encode(), digest_size=4).hexdigest()
@@ -196,7 +196,7 @@ def replaced(text: str, old: str, new: str) -> str:
     return text[:start] + new + text[stop:]
 
 
-def _tokenised(pack: KnowledgePack, text: str, engine: Session, compiled_for: CompiledFor | None) -> tuple[int, ...]:
+def _tokenised(pack: KnowledgePack, text: str, session: Session, compiled_for: CompiledFor | None) -> tuple[int, ...]:
     """The tokens of `text` at the place that `pack` was compiled for; raises as `rebuild`."""
     _check(pack)
     if pack.steering is not None:
@@ -206,10 +206,10 @@ def _tokenised(pack: KnowledgePack, text: str, engine: Session, compiled_for: Co
             f"The pack {pack.text[:40]!r} is lazy: it has no KV to edit. Load it with its KV (`store.get`), compile it "
             "with `engine.build_pack(pack.text)`, or build one of the new text."
         )
-    pack.check(engine.fingerprint)
+    pack.check(session.fingerprint)
     places: tuple[CompiledFor, ...] = ("user", "system") if compiled_for is None else (compiled_for,)
     for place in places:
-        prefix, token_ids = engine.template.tokenise_pack(text, place)
+        prefix, token_ids = session.template.tokenise_pack(text, place)
         if prefix == pack.prefix:
             return token_ids
     raise PackError(
@@ -219,7 +219,7 @@ def _tokenised(pack: KnowledgePack, text: str, engine: Session, compiled_for: Co
 
 
 def _compiled(
-    pack: KnowledgePack, text: str, token_ids: tuple[int, ...], engine: Session, edits: Edits
+    pack: KnowledgePack, text: str, token_ids: tuple[int, ...], session: Session, edits: Edits
 ) -> KnowledgePack:
     """The pack of `text` at the place of `pack`; the KV of their common first tokens is reused."""
     before, sources = Prompt(pack.prefix, owner=pack.namespace), dict[Span, None]()
@@ -231,7 +231,7 @@ def _compiled(
         sources[span] = None
     ids = pack.prefix + token_ids
     plan = Plan(replace(before, token_ids=ids), plan_regions(before, sources), wanted=(len(pack.prefix), len(ids)))
-    kv = _computed(engine, plan)
+    kv = _computed(session, plan)
     provenance = edits.written(pack.provenance)
     return replace(pack, text=text, token_ids=token_ids, kv=kv, provenance=provenance, stored_bytes=0)
 
@@ -243,20 +243,20 @@ def _part(pack: KnowledgePack, first: int, last: int, at: int) -> Span:
     return Span(at, at + last - first, PackRef("", part))
 
 
-def _computed(engine: Session, plan: Plan, needed: str = "kv") -> KVTensors:
+def _computed(session: Session, plan: Plan, needed: str = "kv") -> KVTensors:
     """The wanted KV of `plan`; raises `UnsupportedRequestError` for an engine without the capabilities."""
-    if not {"kv", needed} <= engine.supports:
-        raise UnsupportedRequestError(f"{engine.name} cannot edit packs. `kp_core.load_engine(model)` can.")
-    [kv] = engine.kv([plan])
+    if not {"kv", needed} <= session.supports:
+        raise UnsupportedRequestError(f"{session.name} cannot edit packs. `kp_core.load_engine(model)` can.")
+    [kv] = session.kv([plan])
     return kv
 
 
 def _squashed(
-    pack: KnowledgePack, text: str, edits: Edits, engine: Session, compiled_for: CompiledFor | None
+    pack: KnowledgePack, text: str, edits: Edits, session: Session, compiled_for: CompiledFor | None
 ) -> KnowledgePack:
-    token_ids = _tokenised(pack, text, engine, compiled_for)
+    token_ids = _tokenised(pack, text, session, compiled_for)
     history = (*edits.history, Edit("squash", "", ""))
-    return _compiled(pack, text, token_ids, engine, Edits(edits.root, edits.errata, history=history))
+    return _compiled(pack, text, token_ids, session, Edits(edits.root, edits.errata, history=history))
 
 
 def _check(pack: KnowledgePack) -> None:

@@ -143,10 +143,10 @@ class Selector:
         orders, whole, why = dict[int, Handles](), dict[int, list[PackRef]](), ""
         groups = arranged(turns, {})[1]
         for number, group in enumerate(groups):
-            placed = arranged(turns, orders)[1][number]  # Its place depends on what was chosen before it.
+            current = arranged(turns, orders)[1][number]  # Its place depends on what was chosen before it.
             if len(group.handles) > 1:
                 try:
-                    chosen = self._best(placed, query_of(turns, group.turn), composer, host.view)
+                    chosen = self._best(current, query_of(turns, group.turn), composer, host.view)
                 except _CannotChooseError as error:
                     why, chosen = str(error), group.handles
                     whole[number] = list({pack.handle: pack for pack in group.packs}.values())

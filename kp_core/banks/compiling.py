@@ -38,7 +38,7 @@ _COUNTED, _TIMED = 256, 8
 
 def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     facts: Iterable[Fact],
-    engine: Session,
+    session: Session,
     store: Packs,
     *,
     namespace: str | None = None,
@@ -59,8 +59,8 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     """
     check_compression(compress)
     facts = [fact.moved(namespace) for fact in facts]
-    is_lazy = lazy or engine.is_lazy
-    results, outdated = find_compiled(facts, engine, store, compiled_for=compiled_for, lazy=is_lazy)
+    is_lazy = lazy or session.is_lazy
+    results, outdated = find_compiled(facts, session, store, compiled_for=compiled_for, lazy=is_lazy)
     missing = defaultdict[str, dict[str, Fact]](dict)
     for fact in facts:
         if (fact.namespace, fact.text) not in results:
@@ -69,14 +69,14 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
 
         def short(text: str, error: PromptError, wanted: dict[str, Fact] = units) -> None:
             # A template that carries no packs has already logged a warning.
-            level = logging.WARNING if engine.template.carries_packs else logging.DEBUG
+            level = logging.WARNING if session.template.carries_packs else logging.DEBUG
             logger.log(level, "The text %r of fact %r goes as text: %s", text, wanted[text].id, error)
 
         # A text that is compiled again keeps its edits.
         edited = {text: pack for (of, text), pack in outdated.items() if of == space and pack.history}
         edits = {text: replace(pack.edits, starts=()).written({}) for text, pack in edited.items()}
         provenances = [provenance_of(fact, unit) | edits.get(text, {}) for text, fact in units.items()]
-        built = engine.build_packs(
+        built = session.build_packs(
             list(units),
             namespace=space,
             compiled_for=compiled_for,
@@ -105,7 +105,7 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
 
 def find_compiled(
     units: Iterable[Fact],
-    engine: Session,
+    session: Session,
     store: Packs,
     *,
     compiled_for: CompiledFor = "user",
@@ -122,11 +122,11 @@ def find_compiled(
     if not handles:
         return {}, {}
     try:
-        prefix = engine.template.prefix(compiled_for)
+        prefix = session.template.prefix(compiled_for)
     except ShortTextError:  # The template carries no packs.
         return {}, {}
-    key = PackKey(engine.fingerprint, prefix)
-    is_compiled = partial(_is_compiled, engine, store, compiled_for, key, lazy=lazy)
+    key = PackKey(session.fingerprint, prefix)
+    is_compiled = partial(_is_compiled, session, store, compiled_for, key, lazy=lazy)
     if len(handles) > _LOOKED_AT:
         sample = list(handles.values())[:: len(handles) // _SAMPLE]
         if all(is_compiled(handle, store.peek(handle, key)) for handle in sample):
@@ -137,7 +137,7 @@ def find_compiled(
 
 
 def _is_compiled(  # noqa: PLR0913 - as `find_compiled`
-    engine: Session,
+    session: Session,
     store: Packs,
     compiled_for: CompiledFor,
     key: PackKey,
@@ -152,7 +152,7 @@ def _is_compiled(  # noqa: PLR0913 - as `find_compiled`
     if pack.prefix != key.prefix:
         # The first characters of some texts share a token with the text before them, so their prefix is another one.
         try:
-            prefix, token_ids = engine.template.tokenise_pack(pack.text, compiled_for)
+            prefix, token_ids = session.template.tokenise_pack(pack.text, compiled_for)
         except ShortTextError:
             return False
         pack = store.peek(handle, PackKey(key.model, prefix))
@@ -162,7 +162,7 @@ def _is_compiled(  # noqa: PLR0913 - as `find_compiled`
 
 
 def compile_cost(
-    texts: Sequence[str], engine: Session, *, lazy: bool = False, compress: Compression = "none"
+    texts: Sequence[str], session: Session, *, lazy: bool = False, compress: Compression = "none"
 ) -> tuple[int, int, float]:
     """Estimate what compiling `texts` gives and takes: tokens, bytes of the files, and seconds.
 
@@ -172,14 +172,14 @@ def compile_cost(
         return 0, 0, 0.0
     sample = texts[:: -(-len(texts) // _COUNTED)]
     scale = sum(map(len, texts)) / sum(map(len, sample))
-    counted = list(engine.build_packs(sample, lazy=True, progress=False, on_short=lambda *_: None))
+    counted = list(session.build_packs(sample, lazy=True, progress=False, on_short=lambda *_: None))
     tokens = round(scale * sum(len(pack.token_ids) for pack in counted))
     nbytes = scale * sum(len(encode_text([pack])) for pack in counted)
     # The first pack of a process is slow: kernels load, and the common prefix is computed.
     timed = [pack.text for pack in counted[:: max(1, len(counted) // _TIMED)]]
-    list(engine.build_packs(timed[:1], lazy=lazy, progress=False))
+    list(session.build_packs(timed[:1], lazy=lazy, progress=False))
     began = time.perf_counter()
-    packs = list(engine.build_packs(timed, lazy=lazy, compress=compress, progress=False))
+    packs = list(session.build_packs(timed, lazy=lazy, compress=compress, progress=False))
     seconds = (time.perf_counter() - began) * sum(map(len, texts)) / max(1, sum(map(len, timed)))
     stored = sum(_size(pack) for pack in packs)
     kv = stored / max(1, sum(len(pack.token_ids) for pack in packs))

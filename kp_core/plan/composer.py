@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kp_core.plan.engine import Engine
     from kp_core.plan.plan import Plan
 
-__all__ = ["COMPOSERS", "Arrangement", "Composer", "ExactComposer", "Host", "Move", "Region", "composer_of", "placed"]
+__all__ = ["COMPOSERS", "Arrangement", "Composer", "ExactComposer", "Host", "Move", "Region", "composer_of", "moves"]
 
 COMPOSERS = "knowledge_packs.composers"
 """Entry points of composers by name: classes, or functions that make one from parameters."""
@@ -120,7 +120,7 @@ class Composer(ABC):
         computes those between packs. Each computed token sees all tokens before it. `packs` have KV and are read-only.
         The KV depends only on the tokens before and inside the region. By default, packs are moved to their places.
         """
-        for kv, by, place in placed(region, packs, room):
+        for kv, by, place in moves(region, packs, room):
             move(kv, by, place)
         return ()
 
@@ -149,7 +149,7 @@ class ExactComposer(Composer):
     key = "exact"
 
 
-def placed(
+def moves(
     region: Region, packs: Sequence[KnowledgePack], room: KVTensors
 ) -> Iterator[tuple[KVTensors, int, KVTensors]]:
     """Yield the KV of each pack, by how many positions it moves, and its place in `room`.
