@@ -258,37 +258,40 @@ def _begun(text: str, mark: str) -> int:
 _PAIRS = ({"name", "arguments"}, {"name", "parameters"})
 _CUT = 10
 """JSON with an error in so few last characters may only lack its rest, as in `fals`, `"\\u00e` and `1.5e-`."""
+_BETWEEN = re.compile(r"(?:[\s,;\[\]]|`{1,3}(?:json)?|</tool_call>)*", re.IGNORECASE)
+"""What may stand around calls: a list, code fences, closing tags."""
 
 
 def json_calls(text: str, tools: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]] | None:
     """The complete calls in `text`, an answer or its beginning, each as the name of a tool and its arguments.
 
     Returns `None` unless it is nothing but calls, or may become so: JSON objects with the keys `name`, of one of
-    `tools`, and `arguments` or `parameters`; alone, behind one another, in a list, or in a code fence.
+    `tools`, and `arguments` or `parameters`, an object or its JSON in a string; alone or in OpenAI's form
+    (`{"type": "function", "function": ...}`); one or several, in a list, in code fences, or with a closing tag.
     """
-    text, calls = text.strip(), list[tuple[str, Mapping[str, Any]]]()
-    if "```json".startswith(text):
-        return calls
-    rest = re.sub(r"\A```(json)?\s*", "", text)
-    closing = "]" * rest.startswith("[") + "```" * text.startswith("```")
-    names = ("".join(json.dumps(name, ensure_ascii=False).split()) for name in tools)
-    heads = ('{"arguments":{', '{"parameters":{', *(f'{{"name":{name}' for name in names))
-    rest = rest.removeprefix("[")
-    while rest := rest.lstrip(" \t\r\n,;"):
+    calls = list[tuple[str, Mapping[str, Any]]]()
+    names = {"".join(json.dumps(name, ensure_ascii=is_ascii).split()) for name in tools for is_ascii in (True, False)}
+    heads = ('{"arguments":', '{"parameters":', '{"type":"function"', *(f'{{"name":{name}' for name in names))
+    decoder, rest = json.JSONDecoder(strict=False), text
+    while rest := _BETWEEN.sub("", rest, count=1).rstrip():
         head = "".join(rest.split())
-        if closing.startswith(head):
+        if any(known.startswith(head.lower()) for known in ("json", "</tool_call>")):
             return calls
         if not any(known.startswith(head) or head.startswith(known) for known in heads):
             return None
         try:
-            value, stop = json.JSONDecoder().raw_decode(rest)
+            value, stop = decoder.raw_decode(rest)
+            if (kind := value.pop("type", None)) == "function":
+                value = value.get("function", value)
+            arguments = value.get("arguments", value.get("parameters")) if isinstance(value, dict) else None
+            arguments = json.loads(arguments, strict=False) if isinstance(arguments, str) else arguments
         except (json.JSONDecodeError, RecursionError) as error:
             is_cut = isinstance(error, json.JSONDecodeError) and (
                 error.pos > len(rest) - _CUT or error.msg.startswith("Unterminated string")
             )
             return calls if is_cut else None
-        arguments = value.get("arguments", value.get("parameters"))
-        if set(value) not in _PAIRS or value["name"] not in [*tools] or not isinstance(arguments, dict):
+        is_call = kind in (None, "function") and isinstance(arguments, dict) and set(value) in _PAIRS
+        if not is_call or value["name"] not in [*tools]:
             return None
         calls.append((value["name"], arguments))
         rest = rest[stop:]

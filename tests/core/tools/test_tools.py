@@ -115,6 +115,28 @@ UNTAGGED = {
     f"```json\n{TIME}": ["clock"],
     f'{PARIS}\n{{"name": "weather", "argu': ["weather"],
     f"[{PARIS}, {TIME}": ["weather", "clock"],
+    json.dumps({"name": "weather", "arguments": json.dumps({"city": "Rome"})}): ["weather"],
+    json.dumps({"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}): ["weather"],
+    '{"type": "function", "name": "clock", "parameters": {}}': ["clock"],
+    '{"type":"function","function":{"name":"clock","arguments":"{}"}}\n' * 2: ["clock"],
+    f"{PARIS}\n</tool_call>": ["weather"],
+    f"{PARIS}\n</tool_call>\n{TIME}\n</tool_call>": ["weather", "clock"],
+    f"{TIME}</tool_": ["clock"],
+    f"```json\n{PARIS}\n```\n\n```json\n{TIME}\n```": ["weather", "clock"],
+    f"```JSON\n{TIME}\n```": ["clock"],
+    f"`{TIME}`": ["clock"],
+    f"[[{TIME}]]": ["clock"],
+    f"[{PARIS}]\n[{TIME}]": ["weather", "clock"],
+    f"{PARIS}{TIME}": ["weather", "clock"],
+    f"[{PARIS},\n{TIME},\n]": ["weather", "clock"],
+    '{"name": "weather", "arguments": {"city": "Paris\n(the one in Texas)"}}': ["weather"],
+    '{\r\n\t"name": "clock",\r\n\t"arguments": {\r\n\t}\r\n}\r\n': ["clock"],
+    '{ "name" : "weather" , "arguments" : { "city" : "[\\"{" } }': ["weather"],
+    '{"parameters": {"city": "name\\": \\"clock"}, "name": "weather"}': ["weather"],
+    '{"name": "weather", "arguments": {"city": "\\ud83d\\ude00 <tool \\u00e9"}}': ["weather"],
+    '{"name": "weather", "arguments": {"unit": "F", "city": "' + "Paris " * 400 + '"}}': ["weather"],
+    '{"name": "\\u00e9t\\u00e9", "arguments": {}}': ["\u00e9t\u00e9"],
+    '{"name": "\u00e9t\u00e9", "arguments": {}}': ["\u00e9t\u00e9"],
 }
 NO_CALLS = [
     "Yes.",
@@ -144,14 +166,49 @@ NO_CALLS = [
     '{"name": "weather", "arguments": {"city": "Par',
     "{'name': 'clock', 'arguments': {}}",
     '{"name": "clock", "arguments": {"a": ' + "[" * 5000,
+    '{"name": "weather", "arguments": "Paris"}',
+    '{"name": "weather", "arguments": "{\\"city"}',
+    '{"name": "clock", "arguments": "[]"}',
+    '{"name": "clock", "arguments": null}',
+    '{"type": "object", "name": "clock", "arguments": {}}',
+    '{"name": "clock", "type": "tool", "arguments": {}}',
+    '{"type": "function", "function": "clock", "arguments": {}}',
+    '{"type": "function", "function": {"name": "rain", "arguments": {}}}',
+    '{"type": "function", "function": {"name": "clock", "description": "The time."}}',
+    '{"tool": "clock", "arguments": {}}',
+    '{"name": "weather", "parameters": {"city": "Paris"}, "arguments": {"city": "Rome"}}',
+    '{"name": "clock", "arguments": {}, "name": "rain"}',
+    '{"name": "weather", "arguments": {"city": NaN}}',
+    '{"name": "weather", "arguments": {"city": "Paris", "unit": null}}',
+    f"{TIME}.",
+    f"1. {TIME}",
+    f"- {TIME}\n- {PARIS}",
+    f"Action: {TIME}",
+    f"{TIME} // now",
+    f'{TIME}\n{{"result": "12:00"}}',
+    f"```json\n{TIME}\n```\nResult:\n```json\n5\n```",
+    "json",
+    "[1] The gate.",
+    "</tool_call>",
 ]
 
 
 def untagged_reader(form):
-    tools = {"weather": WEATHER["function"]["parameters"], "clock": {"type": "object", "properties": {}}}
+    nothing = {"type": "object", "properties": {}}
+    tools = {"weather": WEATHER["function"]["parameters"], "clock": nothing, "\u00e9t\u00e9": nothing}
     if form is formats.HARMONY:
         return HarmonyReader(tools, untagged=9)
     return AnswerReader(form, tools, thought=THINK, untagged=9)
+
+
+@pytest.mark.parametrize("form", ["hermes", "mistral-args"])
+@pytest.mark.parametrize("said", [*UNTAGGED, *NO_CALLS], ids=lambda said: said[:70])
+def test_each_answer_without_marks_is_read_alike_in_pieces_of_every_size(said, form):
+    for size in (1, 2, 3, 7, 50, len(said)):
+        reader = untagged_reader(FORM[form])
+        deltas = read(reader, [said[at : at + size] for at in range(0, len(said), size)])
+        assert [call.name for call in reader.calls] == UNTAGGED.get(said, [])
+        assert reader.text == "".join(delta.text for delta in deltas) == ("" if said in UNTAGGED else said)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
