@@ -201,10 +201,11 @@ class ChromaFactStore(FactStore):
         }
         while True:
             answer = self._call(self._collection(space), "query", n_results=limit, **arguments)
-            records = zip(answer["ids"][0], answer["documents"][0], answer["metadatas"][0], strict=True)
-            facts = [_from_record(*record, space) for record in records]
-            scored = zip(facts, answer["distances"][0], strict=True)
-            hits = [Hit(fact, 1 - distance) for fact, distance in scored if alive(fact) and test(fact)]
+            columns = (answer[name][0] for name in ("ids", "documents", "metadatas", "distances"))
+            # What another process deletes meanwhile is in this index, and has no text any more.
+            records = [record for record in zip(*columns, strict=True) if record[1] is not None]
+            found = [Hit(_from_record(i, text, about, space), 1 - distance) for i, text, about, distance in records]
+            hits = [hit for hit in found if alive(hit.fact) and test(hit.fact)]
             if len(hits) >= count:
                 return hits[:count]
             if len(answer["ids"][0]) < limit:

@@ -290,8 +290,9 @@ def json_calls(text: str, tools: Mapping[str, Any]) -> list[tuple[str, Mapping[s
                 error.pos > len(rest) - _CUT or error.msg.startswith("Unterminated string")
             )
             return calls if is_cut else None
-        is_call = kind in (None, "function") and isinstance(arguments, dict) and set(value) in _PAIRS
-        if not is_call or value["name"] not in [*tools]:
+        if kind not in (None, "function") or not isinstance(arguments, dict) or set(value) not in _PAIRS:
+            return None
+        if value["name"] not in [*tools]:
             return None
         calls.append((value["name"], arguments))
         rest = rest[stop:]

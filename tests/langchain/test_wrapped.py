@@ -18,6 +18,7 @@ from kp_core import PackStore, find_handles
 from kp_core.errors import FactError, OptionError
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, pack_place
 from tests.conftest import tiny_engine, until
+from tests.core.banks.test_chroma import ODD_IDS
 from tests.langchain.conftest import PROMPT, join
 
 EMBEDDINGS = DeterministicFakeEmbedding(size=32)
@@ -93,6 +94,21 @@ async def test_async_asks_the_other_retriever_so_and_does_not_block(collection, 
         await asyncio.sleep(0.001)
     assert ticks > 5
     assert await run == retriever.batch([f"harbour {n}" for n in range(4)])
+
+
+def test_documents_of_any_id_are_found_and_stay_in_step(shelf, tmp_path):
+    mine = Chroma("odd", EMBEDDINGS, str(tmp_path / "odd"), collection_metadata={"hnsw:space": "cosine"})
+    mine.add_documents([Document(f"Harbour {n}.", id=fact_id, metadata={"n": n}) for n, fact_id in enumerate(ODD_IDS)])
+    plain = mine.as_retriever(search_kwargs={"k": len(ODD_IDS)})
+    retriever = KnowledgePackRetriever.from_retriever(plain, **parts(shelf, content="handle"))
+    found = retriever.invoke("harbour 7")
+    assert {each.id for each in found} == {each.metadata["kp"]["id"] for each in found} == set(ODD_IDS)
+    assert [each.id for each in found] == [each.id for each in plain.invoke("harbour 7")]
+    assert len(find_handles("\n".join(each.page_content for each in found))) == len(shelf) == len(ODD_IDS)
+    assert retriever.sync() == []
+    mine.delete(ODD_IDS[::2])
+    assert len(retriever.sync()) == len(ODD_IDS[::2])
+    assert {shelf.peek(handle).provenance["id"] for handle in shelf} == set(ODD_IDS[1::2])
 
 
 def composed(collection, shelf):

@@ -5,13 +5,14 @@ import pytest
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.schema import MetadataMode
+from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from kp_core import Handle, load_engine
 from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor
 from tests.conftest import tiny_engine, until
+from tests.core.banks.test_chroma import ODD_IDS
 from tests.kits import CHATML, tiny_model, tiny_tokenizer
 from tests.llamaindex.conftest import QUESTION, CountingEmbedding
 
@@ -134,3 +135,17 @@ def test_what_left_is_refused_by_name():
             exec(f"from kp_llamaindex import {name}")  # noqa: S102 - as a user writes it
     with pytest.raises(ImportError, match="cannot import name 'KnowledgePackIndx'"):
         exec("from kp_llamaindex import KnowledgePackIndx")  # noqa: S102
+
+
+def test_nodes_of_any_id_are_found_and_their_packs_leave_with_them(model, store, tmp_path):
+    ids = [fact_id for fact_id in ODD_IDS if fact_id.strip()]
+    with chromadb.PersistentClient(str(tmp_path / "odd")) as client:
+        theirs = ChromaVectorStore(chroma_collection=client.create_collection("odd"))
+        index = VectorStoreIndex.from_vector_store(theirs, embed_model=model)
+        index.insert_nodes([TextNode(id_=fact_id, text=f"Harbour {n}.") for n, fact_id in enumerate(ids)])
+        found = index.as_retriever(similarity_top_k=len(ids)).retrieve("harbour")
+        packed = packing(store).postprocess_nodes(found)
+        assert [each.node_id for each in packed] == [each.node_id for each in found]
+        assert (
+            {each.node_id for each in packed} == {store.peek(handle).provenance["id"] for handle in store} == set(ids)
+        )

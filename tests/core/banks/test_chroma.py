@@ -101,7 +101,15 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("fact_id", ["a b", "é/..\\", "x" * 500, "'; drop table", "0", "kp-banks "])
+ODD_IDS = [
+    *("a b", "é/..\\", "x" * 500, "'; drop table", "0", "kp-banks "),
+    *("a\nb", "\n", "\t", "\r\n", " ", "a\u200bb", "\u00a0", "\ufeffa", "\u2028", "\x1b[0m", "a\0b", "\u202eabc"),
+    *("\U0001f600", "e\u0301", "\u00e9", "A", "a", "01", "1", "1.0", "%2F%00", "a/b?c#d", "$id", "#", "null", "None"),
+    *('"', "{'$in': ['a']}", "kp:default/" + "a" * 21, "<|im_end|>", "-1", "../../etc", "x" * 20_000),
+]
+
+
+@pytest.mark.parametrize("fact_id", ODD_IDS, ids=lambda fact_id: ascii(fact_id[:30]))
 def test_metadata_and_ids_come_back_as_they_were(tmp_path, fact_id):
     fact = Fact("text\0 with\r\nodd \U0001f600 signs", id=fact_id, metadata=ODD, expires=2e9, version=3, title="\n")
     with ChromaFactStore(tmp_path, HashEmbedder()) as store:
@@ -117,6 +125,21 @@ def test_metadata_and_ids_come_back_as_they_were(tmp_path, fact_id):
         assert store.get(fact_id) == Fact("new", id=fact_id, version=4)
         assert store.delete([fact_id]) == 1
         check(store, facts_of(3))
+
+
+def test_odd_ids_stand_beside_one_another(tmp_path):
+    """Those that look alike, or differ in case, are different facts."""
+    facts = [Fact(f"fact {number}", id=fact_id) for number, fact_id in enumerate(ODD_IDS)]
+    with ChromaFactStore(tmp_path, HashEmbedder(), bank_size=5) as store:
+        assert store.add(facts).added == len(facts)
+        assert [fact.id for fact in store.facts()] == ODD_IDS
+        check(store, facts)
+        for fact in facts:
+            assert [found.text for found in store.facts(where={"id": fact.id})] == [fact.text]
+            assert [hit.fact.id for hit in store.search(fact.text, 2, where={"id": {"$in": [fact.id]}})] == [fact.id]
+        assert store.delete(ODD_IDS[::2]) == len(ODD_IDS[::2])
+    with ChromaFactStore(tmp_path, HashEmbedder()) as store:
+        check(store, facts[1::2])
 
 
 # Folders
