@@ -10,20 +10,19 @@ import math
 import platform
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from statistics import fmean
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from kp_core.errors import (
     ContextOverflowError,
     ModelError,
-    OptionError,
     PackError,
     PromptError,
     ShortTextError,
@@ -48,6 +47,7 @@ from kp_core.prompt.conversation import Message
 from kp_core.prompt.template import ChatTemplate
 from kp_core.session.explain import Explanation, explain
 from kp_core.session.idle import IdleQueue, Job
+from kp_core.session.many import Asked, Key, answer_many
 from kp_core.session.reading import Generation, grammar_of, read_answer, usage_of
 from kp_core.session.stream import AsyncStream, Stream, in_thread
 from kp_core.steering import Pair, Steering
@@ -58,10 +58,6 @@ from kp_core.tools import Delta
 __all__ = ["Session"]
 
 logger = logging.getLogger(__name__)
-
-Asked = Sequence[Message] | str | Mapping[str, Any]
-"""A conversation, or a mapping of its `messages` and its own options."""
-Key = TypeVar("Key", bound=Hashable)
 
 _PACED = 256  # Shorter prefills do not count for the pace, because the fixed cost of a pass dominates them.
 
@@ -197,17 +193,7 @@ class Session(Shared):
         `done` are keys to skip, such as those of an interrupted run. `options` are those of `generate`, for all
         requests. An error in one request ends the run. Leaving the loop ends the requests under way.
         """
-        if at_once < 1:
-            raise OptionError(f"Got at_once={at_once}; expected at least 1.")
-        if "cancel" in options:
-            raise OptionError("Got cancel=; leave the loop to stop, which ends what is under way.")
-        pairs = list(requests.items() if isinstance(requests, Mapping) else requests)
-        if incomplete := [key for key, request in pairs if isinstance(request, Mapping) and "messages" not in request]:
-            expected = "expected a conversation, or a mapping of `messages` and options"
-            raise OptionError(f"The request {incomplete[0]!r} has no messages; {expected}.")
-        # A request reuses the KV of earlier ones with the same beginning, and they are decoded over the same keys.
-        todo = sorted((pair for pair in pairs if pair[0] not in done), key=lambda pair: _beginning(pair[1]))
-        return _run_many(self.generate, todo, at_once, progress=progress, options=options)
+        return answer_many(self.generate, requests, options, at_once=at_once, done=done, progress=progress)
 
     async def agenerate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401
         """As `generate`, without blocking the event loop. Cancelling the task stops the generation."""
@@ -494,43 +480,3 @@ def _of_asyncio(options: Mapping[str, Any]) -> tuple[Request, Limit]:
     """A request that can be cancelled, and its limit, which counts from now: it may wait for a thread."""
     request = Request.of({**options, "cancel": options.get("cancel") or threading.Event()})
     return request, Limit(request.cancel, request.timeout)
-
-
-def _run_many(
-    generate: Callable[..., Generation],
-    todo: list[tuple[Key, Asked]],
-    at_once: int,
-    *,
-    progress: bool,
-    options: dict[str, Any],
-) -> Generator[tuple[Key, Generation], None, None]:
-    cancel, remaining = threading.Event(), iter(todo)
-    running: dict[Future[Generation], Key] = {}
-    bar = bar_of("Answering", len(todo), "answer", shown=progress)
-    with bar, ThreadPoolExecutor(at_once, "kp-many") as pool:
-        try:
-            while True:
-                for key, request in remaining:
-                    request_options = request if isinstance(request, Mapping) else {"messages": request}
-                    running[pool.submit(generate, **{**options, **request_options, "cancel": cancel})] = key
-                    if len(running) >= at_once:
-                        break
-                if not running:
-                    return
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    key = running.pop(future)
-                    bar.update()
-                    yield key, future.result()
-        finally:
-            cancel.set()  # A caller that leaves the loop early, or gets an error, waits for one step at most.
-
-
-def _beginning(asked: Asked) -> str:
-    """The sort key of a request: its packs by name, then the conversation from its first word on."""
-    if isinstance(asked, Mapping):
-        return "".join(
-            f"{pack}\n" for pack in (getattr(pack, "text", pack) for pack in asked.get("packs") or ())
-        ) + _beginning(asked["messages"])
-    if isinstance(asked, str):
-        return asked
-    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in asked)
