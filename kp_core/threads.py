@@ -1,21 +1,28 @@
-"""The threads of OpenMP, and forks: no thread survives one, and a lock stays as another thread left it."""
+"""Threads: a few of ours, those of OpenMP, and forks, which no thread survives and which leave a lock as it is."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 from kp_core.errors import KnowledgePackError
 
-__all__ = ["check_process", "make_anew", "release_openmp_threads"]
+__all__ = ["check_process", "in_threads", "make_anew", "release_openmp_threads"]
 
+_own = threading.local()
+_POOL_FROM = 1_000_000  # Below this number of bytes, starting threads costs more than it saves.
 _SOFT = 1  # `omp_pause_soft` of OpenMP: threads end, and their settings stay.
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
 
 
 class Forked(Protocol):
@@ -41,6 +48,22 @@ def check_process(owner: int, what: str, error: type[KnowledgePackError]) -> Non
             "Open it in this process: in gunicorn's `post_fork`, in the initializer of a pool, or start processes with "
             "`multiprocessing.get_context('spawn')`."
         )
+
+
+def in_threads(act: Callable[[_In], _Out], items: Sequence[_In], nbytes: int) -> list[_Out]:
+    """Apply `act` to each item, in threads if `nbytes` is large: reading, hashing and zstd release the GIL."""
+    # The cores that this process may use, if the system reports them.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(8, cores, len(items))
+    # A thread of the pool starts no more threads.
+    if nbytes < _POOL_FROM or count < 2 or getattr(_own, "is_of_pool", False):
+        return list(map(act, items))
+    results: list[_Out] = list(items)  # type: ignore[arg-type]  # Each is replaced below.
+    with ThreadPoolExecutor(count, initializer=setattr, initargs=(_own, "is_of_pool", True)) as pool:
+        # One task per thread: a task per item would cost as much as hashing the item.
+        for at, share in enumerate(pool.map(lambda at: list(map(act, items[at::count])), range(count))):
+            results[at::count] = share
+    return results
 
 
 def release_openmp_threads() -> None:

@@ -8,12 +8,13 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
-import numpy as np
-
 from kp_core.errors import PackError
+from kp_core.kv import new_memory
+from kp_core.threads import in_threads
 
 try:
     import fcntl
@@ -26,6 +27,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _KEY = re.compile(r"(?!staging(?:/|$))[a-z0-9][a-z0-9_.-]*(?:/[a-z0-9][a-z0-9_.-]*)*")
 _STALE_SECONDS = 24 * 3600
+_PART = 1 << 22  # Bytes that one thread reads at once.
 _PREFIX = ".kp-"
 
 
@@ -99,13 +101,12 @@ class FolderBlobs:
             raise FileNotFoundError(key) from error
         with file:
             size = os.fstat(file.fileno()).st_size
-            data = np.empty(max(0, min(size if stop is None else stop, size) - start), np.uint8).data
-            file.seek(start)
-            filled = 0
-            # One read(2) delivers at most 2 GiB.
-            while filled < len(data) and (count := file.readinto(data[filled:])):
-                filled += count
-            return data[:filled]
+            data = new_memory(max(0, min(size if stop is None else stop, size) - start)).data
+            parts = [(at, data[at : at + _PART]) for at in range(0, len(data), _PART)]
+            ends = in_threads(lambda part: part[0] + _fill(file, part[1], start + part[0]), parts, len(data))
+            # In a file that became shorter, nothing counts from the first byte that is missing.
+            missing = (end for end, (at, part) in zip(ends, parts, strict=True) if end < at + len(part))
+            return data[: next(missing, len(data))]
 
     def write(self, key: str, chunks: Iterable[Buffer], *, if_absent: bool = False) -> bool:
         """As `Blobs.write`."""
@@ -172,6 +173,14 @@ class FolderBlobs:
     def _file(self, key: str) -> str:
         # A string: building a Path would cost more than the rest of `stat`.
         return f"{self._root}/{check_key(key)}"
+
+
+def _fill(file: FileIO, data: memoryview, start: int) -> int:
+    """Fill `data` with the bytes of `file` from `start` on; returns how many there were."""
+    filled = 0
+    while filled < len(data) and (count := os.preadv(file.fileno(), [data[filled:]], start + filled)):
+        filled += count
+    return filled
 
 
 def _stat(found: os.stat_result) -> BlobStat:

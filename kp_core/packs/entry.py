@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from kp_core.errors import KnowledgePackError, PackCorruptError, PackError
-from kp_core.kv import KVTensors
+from kp_core.kv import KVTensors, new_memory
 from kp_core.packs.blobs import Buffer
-from kp_core.packs.codec import Compression, check_compression, decode, digest, encode, in_threads
+from kp_core.packs.codec import Compression, check_compression, decode, digest, encode
 from kp_core.packs.envelope import DTYPES, Envelope, header_entries, header_stop, raw, string, to_json
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.pack import check_integers
+from kp_core.threads import in_threads
 
 __all__ = ["VERSION", "Entry", "EntryFile", "digest_of", "encode_entry", "open_entry", "read_header"]
 
@@ -149,10 +150,7 @@ class EntryFile:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The bytes of each tensor in the file."""
-        if self.stored:
-            return self.stored
-        layouts = zip(self.shapes, self.dtypes, strict=True)
-        return tuple(prod(shape) * _dtype(dtype).itemsize for shape, dtype in layouts)
+        return self.stored or self.decoded
 
     @property
     def nbytes(self) -> int:
@@ -164,27 +162,34 @@ class EntryFile:
         yield self.head
         yield from self.tensors
 
-    def tensor(self, index: int) -> Tensor:
-        """Return one tensor, on the CPU; without compression it shares the memory of its bytes.
+    @property
+    def decoded(self) -> tuple[int, ...]:
+        """The bytes of each tensor without compression."""
+        layouts = zip(self.shapes, self.dtypes, strict=True)
+        return tuple(prod(shape) * _dtype(dtype).itemsize for shape, dtype in layouts)
+
+    def tensor(self, index: int, into: Buffer | None = None) -> Tensor:
+        """Return one tensor, on the CPU, decompressed `into` memory; otherwise it shares the memory of its bytes.
 
         Raises `PackCorruptError` if the bytes do not match their digest.
         """
-        name, shape, data = self.names[index], self.shapes[index], self.tensors[index]
-        dtype = _dtype(self.dtypes[index])
+        name, data, dtype = self.names[index], self.tensors[index], _dtype(self.dtypes[index])
+        memory = (new_memory(self.decoded[index]) if into is None else into) if self.stored else data
+        values = torch.frombuffer(memory, dtype=dtype) if len(memory) else torch.empty(0, dtype=dtype)
         if self.stored:
-            values = decode(data, dtype, shape, name)
-        elif len(data):
-            values = torch.frombuffer(data, dtype=dtype).view(shape)
-        else:
-            values = torch.empty(shape, dtype=dtype)
-        actual = digest(values if self.stored else data, is_forgeable=not self.mac)
+            decode(data, name, values)
+        values = values.view(self.shapes[index])
+        actual = digest(values, is_forgeable=not self.mac)
         if actual != self.digests[index]:
             raise PackCorruptError(f"The bytes of {name} have the digest {actual}; expected {self.digests[index]}.")
         return values
 
     def read(self) -> KVTensors:
         """Return the KV after checking every digest; raises `PackCorruptError` for damaged tensors."""
-        tensors = in_threads(self.tensor, range(len(self.tensors)), self.nbytes)
+        # Into one piece of memory: many small ones are slower to get.
+        memory = new_memory(sum(self.decoded) if self.stored else 0).data
+        places = [memory[start:stop] for start, stop in pairwise(accumulate(self.decoded, initial=0))]
+        tensors = in_threads(lambda index: self.tensor(index, places[index]), range(len(places)), self.nbytes)
         stop = len(tensors) - len(self.states)
         return KVTensors(tuple(tensors[:stop:2]), tuple(tensors[1:stop:2]), tuple(tensors[stop:]))
 
@@ -337,6 +342,10 @@ def _check(file: EntryFile) -> None:
         raise PackCorruptError(f"Got the shapes {shapes}; expected (kv_heads, {tokens}, head_dim).")
     if [shape[0] for shape in shapes[::2]] != [shape[0] for shape in shapes[1::2]]:
         raise PackCorruptError("Keys and values of a layer differ in kv_heads, or one of them is missing.")
+    # All planes but one are stored as they are, so a small file cannot claim large tensors.
+    for size, stored, dtype in zip(file.decoded, file.stored, file.dtypes, strict=False):
+        if stored < size - size // _dtype(dtype).itemsize:
+            raise PackCorruptError(f"Got {stored} bytes for a tensor of {size}.")
 
 
 def _names(count: int, states: int = 0) -> list[str]:

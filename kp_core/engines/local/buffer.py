@@ -22,7 +22,7 @@ from torch import Tensor
 from kp_core.engines.local.copies import start_copies
 from kp_core.engines.local.tree import Name, PrefixTree, common_tokens
 from kp_core.errors import ModelError
-from kp_core.kv import KVTensors
+from kp_core.kv import KVTensors, new_memory
 from kp_core.plan.plan import Limit
 
 __all__ = [
@@ -158,7 +158,10 @@ class KVBuffer:
         self.capacity = capacity = -(-capacity // TILE) * TILE
 
         def empty(layers: int, heads: int, dim: int, device: torch.device) -> Tensor:
-            return torch.empty(layers, heads, capacity, dim, dtype=shape.dtype, device=device)
+            size = (layers, heads, capacity, dim)
+            if device.type == "cpu":
+                return torch.from_numpy(new_memory(prod(size) * shape.dtype.itemsize)).view(shape.dtype).view(size)
+            return torch.empty(size, dtype=shape.dtype, device=device)
 
         self.stacked: tuple[Tensor, Tensor] | None = None
         """Keys and values of all layers, `(layers, kv_heads, capacity, head_dim)`, if the layers are alike."""

@@ -15,7 +15,6 @@ from kp_core.engines.local.scheduler import Decoding, Scheduler
 from kp_core.engines.local.tree import Path, PrefixTree
 from kp_core.errors import PackError, PackNotFoundError
 from kp_core.kv import KVTensors
-from kp_core.packs.codec import in_threads
 from kp_core.packs.entry import Entry
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack
@@ -23,7 +22,7 @@ from kp_core.plan.composer import Composer
 from kp_core.plan.plan import Limit, Plan
 from kp_core.plan.region import Region
 from kp_core.prompt.prompt import SoftTokens, Span
-from kp_core.threads import release_openmp_threads
+from kp_core.threads import in_threads, release_openmp_threads
 
 __all__ = ["Run", "match"]
 
