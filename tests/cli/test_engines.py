@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from kp_core import Handle, PackStore
+from kp_core.packs.objects import ObjectBlobs
 from tests.cli.conftest import FACTS, Kp, as_json
 from tests.cli.engines import tiny
 from tests.kits import tiny_tokenizer
@@ -106,6 +108,18 @@ def test_what_is_no_engine_is_refused_in_one_line(
         assert len(err.strip().splitlines()) == 1
     code, out, _ = kp("doctor", "--engine", engine, *options, "--json")
     assert (code, words in json.loads(out)["model"]["why_not"]) == (3, True)
+
+
+@pytest.mark.parametrize("place", [".", "memory://doctor"])
+def test_the_doctor_measures_a_store_and_leaves_nothing_there(kp: Kp, place: str) -> None:
+    model = as_json(kp("doctor", "--packs", place, *TINY, "--json"))["model"]
+    taken = re.match(r"takes ([\d.]+) s from the store, [\d.]+ s from text", model["pack_of_1000_tokens"])
+    assert taken
+    rate = model["store_mb_per_s"] * 1e6
+    expected = [1000 * model["kv_bytes_per_token"] / (rate + half) for half in (5e5, -5e5)]
+    assert expected[0] - 1e-3 <= float(taken[1]) <= expected[1] + 1e-3 or rate <= 1e6
+    assert not list(Path().glob("kp-*"))
+    assert not list(ObjectBlobs("memory://doctor").list())
 
 
 def test_the_doctor_says_what_a_cache_does_not_allow(kp: Kp, tmp_path: Path) -> None:
