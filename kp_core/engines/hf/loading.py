@@ -109,7 +109,9 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     # Made first, so that a missing template is reported before the model is probed.
     template = ChatTemplate(hf_tokenizer, template_options)
     keep_attention = loading.get("attn_implementation") is not None
-    causal = probed(loaded, keep_attention=keep_attention, graphs=graphs)
+    # Of a model object or of code in a checkpoint, nothing tells all that the results depend on.
+    kept = isinstance(source, str | Path) and not trust_remote_code
+    causal = probed(loaded, keep_attention=keep_attention, graphs=graphs, kept=kept)
     files, commit, watch = None, None, None
     if not isinstance(source, str | Path):
         watch = watched(loaded)  # Nobody else can change a model that was loaded here.

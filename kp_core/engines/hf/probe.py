@@ -9,17 +9,24 @@ several ways.
 
 from __future__ import annotations
 
+import json
 import logging
+import platform
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import torch
+import transformers
+import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kp_core.bundled import cache_directory
 from kp_core.engines.hf import attention
 from kp_core.engines.hf.attention import attend, grouped_rows, keys_to_read, tile_of_each
 from kp_core.engines.hf.kinds import PROBE, WINDOW_SIZES
@@ -29,6 +36,8 @@ from kp_core.engines.hf.replay import Record, ReplayedRows, Replays, capturing
 from kp_core.engines.local.buffer import TILE, KVBuffer
 from kp_core.errors import ModelError
 from kp_core.kv import KVTensors
+from kp_core.packs.blobs import replace_file
+from kp_core.progress import bar_of
 from kp_core.threads import release_openmp_threads
 
 __all__ = ["pad_rows", "probed", "rows_agree", "use_replay", "why_not_bitwise"]
@@ -42,8 +51,10 @@ _ROWS, _COUNTS = 320, (1, 2, 3, 5, 8, 15, 17, 32, 33, 64, 100, 256)
 """Rows of the test batch, and of the parts of it that are tried."""
 _TRIES = 64  # Rows tried in total for each length of part, because a difference may show in a few rows only.
 _SPREAD = 1.5
+_ENOUGH = 2**21  # Outputs of single rows that are tried, if there are so many.
 _CUTS = ((1,), (7, 8, 9, 10), (3, 20))
 _TOKENS = 24
+_KEPT_S = 2.0  # Results of tests that took less processor time are not kept.
 _UNPACKED_ROWS = 2048
 """Rows tried in products with matrices that are not packed, where as few as one row in 500 differs."""
 _FEWEST_ROWS, _DIVIDED = 321, 2**18
@@ -54,9 +65,13 @@ _LONG = 2 * TILE + 70
 _LONG_CUTS = ((TILE,), (100, 2 * TILE - 3), (2 * TILE + 1, 2 * TILE + 2), (_LONG - 1,), (_LONG - 9, _LONG - 4))
 
 
-def probed(network: PreTrainedModel, *, keep_attention: bool = False, graphs: bool = True) -> CausalModel:
+def probed(
+    network: PreTrainedModel, *, keep_attention: bool = False, graphs: bool = True, kept: bool = False
+) -> CausalModel:
     """`network` as a model that computes as fast and as exactly as tests find that it can here.
 
+    With `kept`, what the tests find on a CPU is read from the user's cache directory if a model of the same shapes was
+    tested there, and kept there if they took seconds.
     With `keep_attention`, it keeps the attention it was loaded with, which rounds differently. With `graphs`, short
     passes on CUDA are captured and replayed, if that gives the same logits. Raises `ModelError`, with the
     reason, for architectures that cannot continue from their cache.
@@ -66,17 +81,10 @@ def probed(network: PreTrainedModel, *, keep_attention: bool = False, graphs: bo
     model.packed = pack_weights(model.network, one_pass)
     if keep_attention:
         model.engine += f"/{model.config._attn_implementation}"  # noqa: SLF001 - transformers has no public name
-    else:
-        _install_attention(model)
-    if model.kind.is_recurrent:
-        _check_states(model)
-    is_tiled_here = model.attends and not model.shape.devices
-    model.batches = is_tiled_here and "batch" not in model.kind.lacks and _batches_agree(model)
+    result = _result_of(model) if kept and model.device.type == "cpu" and not model.kind.is_recurrent else None
+    if result is None or not _taken(model, result):
+        _test(model, keep_attention=keep_attention, result=result)
     lacks = dict(model.lacks)
-    if "batch" not in lacks and not model.batches:
-        lacks["batch"] = "its attention is its own, and is not told which tokens belong to which answer"
-    if why := why_not_bitwise(model, model.packed):
-        lacks["bitwise"] = why
     if "compose" in lacks:
         lacks["attention"] = lacks["compose"]
     elif not model.attends:
@@ -86,6 +94,73 @@ def probed(network: PreTrainedModel, *, keep_attention: bool = False, graphs: bo
         use_replay(model, capturing(model.device))
     release_openmp_threads()  # Other threads may run the requests.
     return model
+
+
+def _test(model: CausalModel, *, keep_attention: bool, result: Path | None) -> None:
+    """Find what `model` can do here, and keep it in the file `result` if it took seconds."""
+    started = time.process_time()
+    with bar_of("Testing the arithmetic of this model", 3, "test") as bar:
+        if not keep_attention:
+            _install_attention(model)
+        if model.kind.is_recurrent:
+            _check_states(model)
+        bar.update()
+        is_tiled_here = model.attends and not model.shape.devices
+        model.batches = is_tiled_here and "batch" not in model.kind.lacks and _batches_agree(model)
+        bar.update()
+        lacks = dict(model.lacks)
+        if "batch" not in lacks and not model.batches:
+            lacks["batch"] = "its attention is its own, and is not told which tokens belong to which answer"
+        if why := why_not_bitwise(model, model.packed):
+            lacks["bitwise"] = why
+        model.lacks = lacks
+        bar.update()
+    if result is not None and time.process_time() - started > _KEPT_S:
+        rows = [product.rows for product in model.packed]
+        found = {"attends": model.attends, "batches": model.batches, "lacks": lacks, "rows": rows}
+        with suppress(OSError):
+            replace_file(result, [json.dumps(found).encode()])
+
+
+def _taken(model: CausalModel, result: Path) -> bool:
+    """Whether `model` computes as the file `result` says; if not, it is as it was."""
+    try:
+        found = json.loads(result.read_bytes())
+        rows, attends, batches, lacks = (found[name] for name in ("rows", "attends", "batches", "lacks"))
+    except (OSError, ValueError, TypeError, LookupError):
+        return False
+    if len(rows) != len(model.packed):
+        return False
+    if attends:
+        model.network.set_attn_implementation(attention.NAME)
+    model.attends, model.batches, model.lacks = attends, batches, lacks
+    for product, least in zip(model.packed, rows, strict=True):
+        product.rows = least
+    return True
+
+
+def _result_of(model: CausalModel) -> Path:
+    """The file for what tests of `model` find, named by all that it depends on: shapes, code, machine and threads."""
+    hasher = xxhash.xxh3_128()
+    config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    tensors = [(name, str(tensor.dtype), tensor.shape) for name, tensor in model.network.named_parameters()]
+    modules = [str(type(module)) for module in model.network.modules()]
+    processors = Path("/proc/cpuinfo")  # Where there is one: a cache folder may be that of several machines.
+    text = processors.read_text("utf-8") if processors.exists() else platform.processor()
+    units = {line for line in text.splitlines() if line.startswith(("model name", "flags", "Features"))} or {text}
+    for part in (
+        config,
+        tensors,
+        modules,
+        model.numerics,
+        torch.get_num_threads(),
+        transformers.__version__,
+        sorted(units),
+    ):
+        hasher.update(repr(part).encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        hasher.update(file.read_bytes())
+    return cache_directory() / "tested" / f"{hasher.hexdigest()}.json"
 
 
 @torch.inference_mode()
@@ -378,7 +453,9 @@ def pad_rows(layers: Sequence[nn.Linear], packed: Sequence[PackedLinear]) -> boo
         for least in _LEAST_ROWS:
             for product in same_shape:
                 product.rows = least
-            if rows_agree(same_shape[-1], same_shape[-1].in_features, same_shape[-1].dtype):
+            # A difference shows in any output: 16 rows of a head of 150,000 say more than 320 of a narrow layer.
+            most = max(_ENOUGH // same_shape[-1].out_features, 16)
+            if rows_agree(same_shape[-1], same_shape[-1].in_features, same_shape[-1].dtype, most=most):
                 break
         else:
             return False
@@ -394,21 +471,29 @@ def _product_of(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 
 @torch.inference_mode()
-def rows_agree(
-    multiply: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype, *, rows: int = _ROWS, tries: int = _TRIES
+def rows_agree(  # noqa: PLR0913 - how much is tried
+    multiply: Callable[[Tensor], Tensor],
+    width: int,
+    dtype: torch.dtype,
+    *,
+    rows: int = _ROWS,
+    tries: int = _TRIES,
+    most: int = _UNPACKED_ROWS,
 ) -> bool:
     """Whether a product of rows of `width` elements gives each row the same bits, whatever the other rows are.
 
+    At most `most` single rows, and as many parts of each other length, are tried of the `rows`.
     The elements differ strongly in size: when a few large ones are added to many small ones, the order changes the sum.
     """
     generator = torch.Generator().manual_seed(0)
     plain = torch.randn(1, rows, width, generator=generator)
     batch = (plain * torch.exp(_SPREAD * torch.randn(plain.shape, generator=generator))).to(dtype)
     expected = multiply(batch)
+    singles, tries = range(0, rows, max(rows // most, 1)), min(tries, most)
     for count in _COUNTS:
         # Libraries most often have a separate kernel for a single row.
         starts = torch.randint(rows - count + 1, (max(tries // count, 2),), generator=generator).tolist()
-        for start in range(rows) if count == 1 else starts:
+        for start in singles if count == 1 else starts:
             if not torch.equal(multiply(batch[:, start : start + count]), expected[:, start : start + count]):
                 return False
     return True

@@ -17,7 +17,7 @@ from torch.ao.quantization import quantize_dynamic
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from kp_core import load_engine
-from kp_core.engines.hf import identity
+from kp_core.engines.hf import identity, probe
 from kp_core.engines.hf.identity import identity_of, load_tokenizer
 from kp_core.engines.hf.loading import bundled_model, load, load_session, watched
 from kp_core.engines.hf.probe import probed
@@ -551,3 +551,29 @@ def test_an_id_that_cannot_be_reached_is_one_line(name, offline):
         ) as caught:
             read(name)
         assert "\n" not in str(caught.value)
+
+
+def test_what_the_tests_at_load_found_is_read_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("KP_CACHE", str(tmp_path / "cache"))
+    save(tmp_path / "model")
+    load_engine(tmp_path / "model", dtype="float32")
+    assert not (tmp_path / "cache" / "tested").exists(), "they took no seconds"
+    monkeypatch.setattr(probe, "_KEPT_S", 0)
+    first = load_engine(tmp_path / "model", dtype="float32")
+    (result,) = (tmp_path / "cache" / "tested").iterdir()
+    told = result.read_bytes()
+    again = load_engine(tmp_path / "model", dtype="float32")
+    assert (again.supports, again.lacks, again.fingerprint) == (first.supports, first.lacks, first.fingerprint)
+    assert again.prefill("Which bird?").logits.equal(first.prefill("Which bird?").logits)
+    # It is what is read, and what cannot be read is found again.
+    result.write_bytes(json.dumps(json.loads(told) | {"batches": False, "lacks": {"batch": "it said so"}}).encode())
+    assert load_engine(tmp_path / "model", dtype="float32").lacks["batch"] == "it said so"
+    for damaged in (b"", told[:-9], b"[]", b'{"rows": [1], "attends": true, "batches": true, "lacks": {}}'):
+        result.write_bytes(damaged)
+        assert load_engine(tmp_path / "model", dtype="float32").lacks == first.lacks
+        assert result.read_bytes() == told
+    # Of another dtype, other shapes, and a model object, it says nothing.
+    load_engine(tmp_path / "model", dtype="bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    load_engine(model, tokenizer=tiny_tokenizer())
+    assert len([*result.parent.iterdir()]) == 2
