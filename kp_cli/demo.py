@@ -58,16 +58,16 @@ def demo(*, model: ModelOptions) -> None:
 def _show_one(out: Console, session: Session, store: PackStore, facts: Sequence[str]) -> None:
     """Answer one question from passages of two sizes, as text and as a pack from disk; compare answers and seconds."""
     _heading(out, 1, "The same answer, sooner", f"The question: {_QUESTION}")
-    out.print("Each passage is sent as text, and as a pack that was compiled before and is read from disk.")
+    out.print("Each passage is sent as text and as a pack that was compiled before: seconds to the first token.")
     passages = [next(_passages(session, facts, [tokens])) for tokens in _TOKENS]
     with waiting("Compiling two packs, once for each text"):
         session.generate("Hello.", max_tokens=2)  # Warm up: the first pass sets up kernels.
         packs = [str(store.put(session.build_pack(passage))) for passage in passages]
     for passage, pack in zip(passages, packs, strict=True):
         text, read = _asked(session, store, [passage]), _asked(session, store, [pack])
-        same = "the same" if text.token_ids == read.token_ids else "not the same"
-        _compare(out, f"{read.usage.pack_tokens:,} tokens", text, read, f"{same} {len(read.token_ids)} tokens")
-    out.print(f"The answer: {read.text.strip()}", style="green")
+        _compare(out, read.usage.pack_tokens, text, read)
+        same = "The same" if text.token_ids == read.token_ids else "Not the same"
+        out.print(f"{same} {len(read.token_ids)} tokens answer both: {read.text.strip()}")
 
 
 def _show_ten(out: Console, session: Session, store: PackStore, facts: Sequence[str]) -> None:
@@ -78,7 +78,8 @@ def _show_ten(out: Console, session: Session, store: PackStore, facts: Sequence[
     with waiting("Compiling ten packs"):
         packs = [str(store.put(pack)) for pack in session.build_packs(passages, progress=False)]
     text, read = _asked(session, store, passages), _asked(session, store, packs, composer="select")
-    _compare(out, f"{text.usage.prompt_tokens:,} tokens", text, read, f"{read.usage.unread_packs} packs left out")
+    _compare(out, text.usage.prompt_tokens, text, read)
+    out.print(f"{read.usage.unread_packs} of {len(packs)} packs were left out.")
     out.print(f"text  {text.text.strip()}", style="yellow")
     out.print(f"packs {read.text.strip()}", style="green")
 
@@ -91,11 +92,11 @@ def _asked(session: Session, store: PackStore, knowledge: Sequence[str], **optio
         return session.generate(prompt, view=store.view("default"), recognise=False, max_tokens=32, **options)
 
 
-def _compare(out: Console, size: str, text: Generation, packs: Generation, note: str) -> None:
+def _compare(out: Console, tokens: int, text: Generation, packs: Generation) -> None:
+    """Print how long each took to its first token."""
     seconds, sooner = text.usage.ttft_s, packs.usage.ttft_s
-    out.print(f"{size:>12}  first token: text {seconds:.2f} s  ", style="yellow", end="")
-    out.print(f"pack {sooner:.2f} s, {seconds / sooner:.1f} times sooner", style="green", end="")
-    out.print(f"  ({note})", style="dim", highlight=False)
+    out.print(f"{tokens:>6,} tokens  text {seconds:.2f} s  ", style="yellow", end="")
+    out.print(f"packs {sooner:.2f} s  {seconds / sooner:.1f} x sooner", style="green")
 
 
 def _show_style(out: Console, session: Session) -> None:
