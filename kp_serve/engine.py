@@ -17,10 +17,23 @@ from kp_core.packs.handle import find_handles
 from kp_core.plan.engine import TokenStream
 from kp_core.plan.plan import Limit, Plan
 from kp_core.prompt.template import ChatTemplate
+from kp_core.session.session import Session
 from kp_core.threads import make_anew
 from kp_serve.asked import COMPUTED, FIRST_PACK, asked
 
-__all__ = ["VLLMEngine"]
+__all__ = ["VLLMEngine", "load_session"]
+
+
+def load_session(
+    model: Any = None,  # noqa: ANN401 - as `tokenizer`
+    *,
+    base_url: str,
+    api_key: str | None = None,
+    timeout: float = 600.0,
+) -> Session:
+    """A session on the server at `base_url`. `model` is its tokenizer, if that is not the one it names."""
+    engine = VLLMEngine(base_url, api_key=api_key, tokenizer=model, timeout=timeout)
+    return Session(engine, name=engine.name)
 
 
 class VLLMEngine:

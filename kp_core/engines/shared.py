@@ -12,7 +12,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
-from kp_core.bundled import check_reachable, needing
+from kp_core.bundled import check_reachable
 from kp_core.errors import MissingDependencyError, ModelError
 from kp_core.plan.engine import Engine
 from kp_core.plan.request import refuse_unknown
@@ -37,10 +37,9 @@ def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any
     the name of an engine that a package brings (`ENGINES`), which has its own `settings`; or a function that makes one
     from `model` and `settings`, as `package.module:function`. A model's file goes to an engine for files (`FILES`) by
     default, if that can run it and knows all `settings`; `engine="hf"` prevents that. `engine` may also be the address
-    of a server (`http://…`, see `kp_serve.engine.VLLMEngine`). `model` is then the folder or id of the tokenizer,
-    needed only if it differs from the one that the server names, and `api_key` may be given. Raises `ModelError` for
-    any other `model` or `engine` and for a `dtype` with a server, and `MissingDependencyError` for an address when
-    `kp_serve` is not installed.
+    of a server (`http://…`), for the engine named as its scheme (`kp_serve.engine.load_session`). `model` is then the
+    folder or id of the tokenizer, needed only if it differs from the one that the server names, and `api_key` may be
+    given. Raises `ModelError` for any other `model` or `engine`, and `OptionError` for settings that an engine lacks.
     """
     session = _loaded(model, engine, settings)
     if (model is None or isinstance(model, str | Path)) and session.loads is None:
@@ -49,15 +48,10 @@ def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any
 
 
 def _loaded(model: Any, engine: str | None, settings: Mapping[str, Any]) -> Session:  # noqa: ANN401
-    if engine is not None and engine.startswith(("http://", "https://")):
-        if "dtype" in settings:
-            raise ModelError(f"Got dtype={settings['dtype']!r} for the server {engine}; it has its own.")
-        with needing("Asking a server of `kp serve` needs the package kp_serve", "serve"):
-            make = importlib.import_module("kp_serve.engine").VLLMEngine
-        server = make(engine, tokenizer=model, **settings)
-        return Session(server, name=server.name)
     if engine not in (None, "hf"):
-        return session_of(_loader(engine, settings)(model, **settings))
+        name, separator, _ = engine.partition("://")
+        settings = {**settings, "base_url": engine} if separator else settings
+        return session_of(_loader(name, settings)(model, **settings))
     if isinstance(model, Session | Engine):
         return session_of(model)
     if isinstance(model, str | Path):
