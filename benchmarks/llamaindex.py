@@ -5,10 +5,9 @@ Query engine: the gold facts of all questions make one `VectorStoreIndex`. Each 
 cleared before each. Answers are compared as text. The score counts answers that contain the gold answer as words.
 
 Agent: a `FunctionAgent` searches at every one of so many steps, and each search gives the next passage of the data. The
-tool choice is forced, as a small model would stop or repeat itself. `packs`: search gives handles, and exchanges are
-absorbed (`compact=True`). `handles`: handles, nothing absorbed. `text`: search gives text. `text, no cache`: text with
-nothing kept between calls (`reuse=False`), as engines without a prefix cache do it. Sent: prompt tokens outside packs.
-Computed: tokens prefilled.
+tool choice is forced, as a small model would stop or repeat itself. `packs`: search gives handles. `text`: search gives
+text. `text, no cache`: text with nothing kept between calls (`reuse=False`), as engines without a prefix cache do it.
+Sent: prompt tokens outside packs. Computed: tokens prefilled.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ __all__ = ["main", "run"]
 
 _NAMESPACE = "hotpot"
 _CONDITIONS: dict[str, dict[str, bool]] = {
-    "packs": {"compact": True},
-    "handles": {},
+    "packs": {},
     "text": {},
     "text, no cache": {"keeps": False},
 }

@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 _GONE: Mapping[str, str] = {
+    "absorb": "packs stand in place of results; placement='system' puts them into the system message",
+    "compact": "packs stand in place of results; placement='system' puts them into the system message",
     "co_compile": "`keep='always'` keeps what a request computes behind other packs",
     "compress='int8'": "'lossless' stores KV in fewer bytes, kv='lazy' stores text alone",
     "composer='naive'": "'splice' moves packs to their positions",
@@ -41,6 +43,7 @@ _GONE: Mapping[str, str] = {
     "from_collection": "an adapter delivers what your own retriever finds (docs/vector-stores.md)",
     "order": "packs stand as they are given: give them in the order of an earlier request",
     "pin": "the KV that was used last stays in memory, as much as cache_bytes allows",
+    "max_handles": "`memory_tokens` bounds the packs of a memory",
     "mismatch='accept'": "'rebuild' computes packs of other numerics anew from their text",
     "upgrade": "a request with composer='exact' computes the exact KV and keeps it",
     "vacuum": "`chroma vacuum --path FOLDER` is Chroma's own command (docs/security.md)",

@@ -114,7 +114,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         if not messages:  # `trim_messages` asks for this.
             return 0
         shape, options = AnswerShape.of(_offer(tool) for tool in tools or ()), self._defaults()
-        render = partial(self._engine().template.render, placement=options.placement, compact=options.compact)
+        render = partial(self._engine().template.render, placement=options.placement)
         core_messages = to_messages(messages)
         # `trim_messages` also counts parts of conversations, from the last message on. Some templates refuse these.
         for ordered in (core_messages, core_messages[::-1]):

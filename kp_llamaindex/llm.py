@@ -255,13 +255,11 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
     def _request(self, options: Mapping[str, Any], messages: Sequence[ChatMessage]) -> dict[str, Any]:
         """The fields, overridden by the options of one call. `stop=None` leaves the field's value.
 
-        A conversation that is compacted, or holds handles of a memory block, is an agent's memory: its KV is kept
-        unless `keep` says otherwise.
+        KV behind the handles of a memory block is kept unless `keep` says otherwise.
         """
         given_options = {name: value for name, value in options.items() if name != "stop" or value is not None}
-        compacts = given_options.get("compact", self.compact)
         request = self._asked(given_options)
-        if (compacts or any(map(self._remembers, messages))) and given_options.get("keep") is None:
+        if any(map(self._remembers, messages)) and given_options.get("keep") is None:
             request |= self.remembering()
         if "tools" in request:
             request["tools"] = list(map(_offer, request["tools"]))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from llama_index.core.base.llms.types import ChatMessage, TextBlock
 from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer, model_validator
 from llama_index.core.memory import BaseMemoryBlock
 from llama_index.core.memory.memory import DEFAULT_MEMORY_BLOCKS_TEMPLATE
 
-from kp_core import Handle, Message, PackView
+from kp_core import FactStore, Handle, Message, PackView, strip_handles
+from kp_core.banks.recall import recalled, remember
 from kp_core.errors import PackNotFoundError
 from kp_core.packs.view import PackRef, Packs
 from kp_core.plan.request import refuse_unknown
@@ -21,16 +22,22 @@ from kp_llamaindex.messages import MEMORY, to_messages
 
 __all__ = ["KnowledgePackMemoryBlock"]
 
+_LEFT = "(Earlier parts of this conversation have left it. What was found earlier can be searched again.)"
+_MOST_TOKENS = 512  # Of an answer without `max_tokens`, as in a request.
+
 
 class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     """Turns that a `Memory` flushes become packs in `store`. Their handles come back in the system message.
 
-    The prompt grows by at most `max_handles` short lines: if there are more packs, they are compiled into one. The LLM
+    The packs have at most `memory_tokens` tokens, by default half of what an answer leaves of the window; beyond, the
+    oldest leave the prompt in one block, down to half, so that the rest stays cached, and a line says so. With
+    `memory="search"`, packs that have left become facts in `facts`, and the one or two that the model attends to for
+    the newest message of the user come back; with `insert_method="user"` of `Memory` they stand beside it. The LLM
     must resolve handles of `namespace` in the same store. Unless it was given another `keep`, it keeps the KV that it
     computes behind them (`"always"`).
 
     `model_dump` returns the state of a block: handles, the store's path and the settings. To go on after a restart:
-    `KnowledgePackMemoryBlock(**data, engine=engine)`.
+    `KnowledgePackMemoryBlock(**data, engine=engine, facts=facts)`.
 
     Each flushed message is a line `role: text`. Handles in messages of `trusted_roles`, such as search results, are
     replaced by their texts, so that they are remembered. A handle anywhere else becomes plain text.
@@ -43,7 +50,10 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     store: Packs = Field(description="A `PackStore`, or its path; or another store of packs.")
     namespace: str = "default"
     handles: list[str] = Field(default_factory=list, description="Handles of the packs, oldest first.")
-    max_handles: int = Field(default=4, ge=1)
+    left: list[str] = Field(default_factory=list, description="Handles of the packs that have left the prompt.")
+    memory_tokens: Annotated[int, Field(ge=1)] | Literal["half"] | None = "half"
+    memory: Literal["search"] | None = None
+    facts: FactStore | None = Field(default=None, exclude=True, repr=False)
     lazy: bool = False
     _writing: asyncio.Lock = PrivateAttr(default_factory=asyncio.Lock)
 
@@ -55,8 +65,10 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._view()  # It raises for an invalid namespace.
-        for handle in self.handles:
+        for handle in (*self.handles, *self.left):
             Handle.parse(handle)
+        if (self.memory is None) != (self.facts is None):
+            raise ValueError(f"Got memory={self.memory!r} and facts={self.facts!r}; expected both or neither.")
         return self
 
     @field_serializer("store")
@@ -73,24 +85,47 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
         return text
 
     async def _aget(self, messages: list[ChatMessage] | None = None, **block_kwargs: Any) -> str:
-        return "\n".join(self.handles)
+        lines = [_LEFT, *self.handles] if self.left else self.handles
+        asked = [text for each in messages or () if each.role == "user" and (text := strip_handles(each.content or ""))]
+        if self.facts is not None and self.left and asked and asked[-1].strip():
+            left = [*map(Handle.parse, self.left)]
+            session, room = self._engine(), self._most() // 4
+            found = await asyncio.to_thread(recalled, asked[-1], left, self.facts, session, self._view(), room=room)
+            lines = [*lines, *(pack.handle for pack in found)]
+        return "\n".join(lines)
 
     async def _aput(self, messages: list[ChatMessage]) -> None:
         async with self._writing:
-            self.handles = await asyncio.to_thread(self._remembering, messages)
+            await asyncio.to_thread(self._remember, messages)
 
     async def atruncate(self, content: str, tokens_to_truncate: int) -> str | None:
         """Return `content` unchanged: truncating handles would save nothing."""
         return content
 
-    def _remembering(self, messages: list[ChatMessage]) -> list[str]:
-        """The handles, including those for `messages`."""
+    def _remember(self, messages: list[ChatMessage]) -> None:
         text = "".join(f"{line}\n" for message in messages for line in self._lines(message))
         if not text.strip():
-            return self.handles
-        if len(self.handles) < self.max_handles:
-            return [*self.handles, self._compile(text)]
-        return [self._compile(self.text() + text)]
+            return
+        handles, left = [*self.handles, self._compile(text)], list[str]()
+        sizes, most = list(map(self._size, handles)), self._most()
+        if sum(sizes) > most:
+            while handles and sum(sizes) > (most if len(sizes) == 1 else most // 2):
+                left.append(handles.pop(0))
+                del sizes[0]
+        if self.facts is not None:
+            packs = filter(None, (self.store.peek(Handle.parse(handle)) for handle in left))
+            remember([pack.text for pack in packs], self.facts, self._engine(), self.store, self.namespace)
+        self.handles, self.left = handles, [*self.left, *left]
+
+    def _most(self) -> int:
+        """The tokens that packs in the prompt may have."""
+        window = self._engine().max_positions
+        half = (window - min(_MOST_TOKENS, window // 2)) // 2
+        return window if self.memory_tokens is None else half if self.memory_tokens == "half" else self.memory_tokens
+
+    def _size(self, handle: str) -> int:
+        pack = self.store.peek(Handle.parse(handle))
+        return 0 if pack is None else len(self._engine().tokenizer.encode(pack.text, add_special_tokens=False))
 
     def _lines(self, message: ChatMessage) -> list[str]:
         [turn] = to_messages([message])

@@ -88,7 +88,6 @@ class Planner:
             view=view,
             packs=explicit_packs(request.packs, view, self.model, request.mismatch),
             placement=request.placement,
-            compact=request.compact,
         )
         handles = unresolved(turns)
         _report(handles, view, request)

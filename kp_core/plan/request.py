@@ -36,7 +36,6 @@ Keep: TypeAlias = Literal["used_twice", "always", "never"]
 
 _EXACT = ExactComposer()
 _RENAMED: Mapping[str, Sequence[str]] = {
-    "absorb": ("compact",),
     "bank": ("fact_store", "namespaces"),
     "banks": ("namespaces",),
     "foreign": ("mismatch",),
@@ -68,10 +67,6 @@ ABOUT: Mapping[str, str] = {
     "packs": "Packs, or handles that resolve, to place at the head of the system message.",
     "placement": (
         "`in_place`: packs stand where their handles stood. `system`: all stand at the head of the system message."
-    ),
-    "compact": (
-        "Tool exchanges that brought only packs shrink to the latest call and one short line for each message of the "
-        "user. A model may answer this prompt otherwise than that of text in place."
     ),
     "recognise": "Exact texts of packs, in messages of trusted roles, are read from their KV.",
     "composer": "Makes the KV of packs that do not stand where they were compiled.",
@@ -127,7 +122,6 @@ class Request(Sampling):
     view: PackView | None = None
     packs: Sequence[KnowledgePack | str] = ()
     placement: Placement = "in_place"
-    compact: bool = False
     recognise: bool = True
     composer: Composer = _EXACT
     keep: Keep = "used_twice"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
@@ -69,7 +69,6 @@ _HOLDERS = {  # Parts that wrap content, each with the keys that lead to it.
     "citationsContent": ("citationsContent", "content"),
     "guardContent": ("guardContent", "text"),
 }
-_COMPACTED = "(In memory, with the results of all earlier calls.)"
 
 logger = logging.getLogger(__name__)
 
@@ -120,13 +119,11 @@ def placed(
     view: PackView | None = None,
     packs: Sequence[PackRef] = (),
     placement: Placement = "in_place",
-    compact: bool = False,
 ) -> tuple[Turn, ...]:
     """Turn `messages` (a string is one user message) into turns, with handles resolved through `view` and packs placed.
 
     `packs` go to the start of the system message. With `placement="system"` the packs of all messages go there too, in
-    order of first appearance, and the messages keep only the handles. With `compact`, tool exchanges that brought only
-    packs shrink to the latest call (`_compacted`). Raises `PromptError`.
+    order of first appearance, and the messages keep only the handles. Raises `PromptError`.
     """
     if placement not in get_args(Placement):
         raise PromptError(f"Got placement {placement!r}; expected 'in_place' or 'system'.")
@@ -134,8 +131,6 @@ def placed(
     segments = (segment for turn in turns for segment in turn.segments) if placement == "system" else ()
     brought = [segment for segment in segments if _by_handle(segment)]
     memory = (*packs, *brought)
-    if compact:
-        turns = _compacted(turns, {pack.handle for pack in memory})
     if brought:
         turns = tuple(turn.with_segments([s.handle if _by_handle(s) else s for s in turn.segments]) for turn in turns)
     return _with_memory(turns, memory) if memory else turns
@@ -178,64 +173,6 @@ def with_errata(turns: Sequence[Turn]) -> tuple[Turn, ...]:
         return replace(part, pack=lines, is_erratum=True)
 
     return tuple(turn.with_segments([shortened(part) for part in turn.segments]) for turn in turns)
-
-
-def _compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[Turn, ...]:
-    """Shrink tool exchanges that brought only packs to a constant length.
-
-    After each user or system message, only the latest such call stays, with one short line as the result of all of
-    them. Their packs go to the end of that message, in order of first appearance, except those whose handles are
-    `elsewhere` in the prompt.
-    """
-    by_anchor: dict[int, list[range]] = {}
-    for span in _exchanges(turns):
-        if all(_brought_packs(turn) for turn in turns[span.start + 1 : span.stop]):
-            anchors = [at for at in range(span.start) if turns[at].role in ("system", "user")]
-            by_anchor.setdefault(anchors[-1] if anchors else -1, []).append(span)
-    compacted: list[Turn | None] = list(turns)
-    handles, orphans = set(elsewhere), []
-    for anchor, spans in by_anchor.items():
-        brought = (segment for span in spans for at in span for segment in turns[at].segments if _by_handle(segment))
-        gathered: dict[str, PackRef] = {}
-        for segment in brought:
-            if segment.handle not in handles:
-                gathered.setdefault(segment.handle, replace(segment, memory=True))
-        handles |= gathered.keys()
-        if anchor < 0:
-            orphans = list(gathered.values())
-        elif gathered:
-            # Some templates trim the content; the closing tag protects the line feed of the last pack.
-            segments = turns[anchor].segments
-            gap = (GAP,) if segments else ()
-            compacted[anchor] = turns[anchor].with_segments(
-                (*segments, *gap, "<found>\n", *gathered.values(), "</found>")
-            )
-        for span in spans[:-1]:
-            compacted[span.start : span.stop] = [None] * len(span)
-        for at in spans[-1][1:]:
-            compacted[at] = turns[at].with_segments([_COMPACTED])
-    remaining = tuple(turn for turn in compacted if turn is not None)
-    return _with_memory(remaining, orphans) if orphans else remaining
-
-
-def _exchanges(turns: Sequence[Turn]) -> list[range]:
-    """Return the spans of assistant messages with tool calls and all their results."""
-    exchanges = []
-    for start, turn in enumerate(turns):
-        if turn.role == "assistant" and turn.tool_calls:
-            stop = start + 1
-            while stop < len(turns) and turns[stop].role == "tool":
-                stop += 1
-            if stop - start - 1 == len(turn.tool_calls):
-                exchanges.append(range(start, stop))
-    return exchanges
-
-
-def _brought_packs(turn: Turn) -> bool:
-    texts = [segment for segment in turn.segments if not _by_handle(segment)]
-    return len(texts) < len(turn.segments) and all(
-        isinstance(segment, str) and not segment.strip() for segment in texts
-    )
 
 
 def _by_handle(segment: Segment) -> TypeGuard[PackRef]:

@@ -95,13 +95,12 @@ class ChatTemplate:
         view: PackView | None = None,
         packs: Sequence[PackRef] = (),
         placement: Placement = "in_place",
-        compact: bool = False,
         shape: AnswerShape = _FREE,
         thinking: bool | None = None,
         add_generation_prompt: bool = True,
     ) -> Prompt:
         """Return the canonical prompt of `messages`: `placed`, then `render_turns`; raises as these."""
-        turns = placed(messages, view=view, packs=packs, placement=placement, compact=compact)
+        turns = placed(messages, view=view, packs=packs, placement=placement)
         return self.render_turns(turns, shape=shape, thinking=thinking, add_generation_prompt=add_generation_prompt)
 
     def render_turns(

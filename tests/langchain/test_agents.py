@@ -78,20 +78,6 @@ def ask(agent, text, thread="1"):
     return agent.invoke({"messages": [HumanMessage(text)]}, config)
 
 
-def test_a_model_absorbs_without_a_middleware(chat_engine, store, pages):
-    model = ChatKnowledgePacks(engine=chat_engine, store=store, namespaces=["book"], compact=True, max_tokens=1)
-    messages = [HumanMessage("Read.")]
-    sent = []
-    for number, page in enumerate(pages[:3]):
-        call = {"name": "read_next_page", "args": {"page": number}, "id": f"call0000{number}"}
-        messages += [AIMessage("", tool_calls=[call]), ToolMessage(page, tool_call_id=call["id"], name=call["name"])]
-        usage = model.invoke(messages).response_metadata["kp"]
-        assert usage["prompt_tokens"] + usage["pack_tokens"] == model.get_num_tokens_from_messages(messages)
-        sent.append(usage["prompt_tokens"])
-    assert usage["pack_tokens"] > 2 * 20
-    assert len(set(sent)) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
 def test_the_text_agent_grows(model):

@@ -5,14 +5,14 @@ import json
 
 import pytest
 from llama_index.core.agent.workflow import AgentStream, AgentWorkflow, FunctionAgent, ReActAgent, ToolCallResult
-from llama_index.core.base.llms.types import ChatMessage, ToolCallBlock
+from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.tools import RetrieverTool
 from llama_index.core.workflow import Context, JsonSerializer
 from workflows.context.state_store import UnserializableKeyWarning
 
-from kp_core import Handle, PackStore, find_handles, load_engine
-from kp_llamaindex import KnowledgePackLLM, to_messages
+from kp_core import PackStore, find_handles, load_engine
+from kp_llamaindex import KnowledgePackLLM
 from tests.core.tools.test_tools import PARIS, Repeats
 from tests.kits import CHATML, tiny_model, tiny_tokenizer
 from tests.llamaindex.conftest import QUESTION
@@ -135,18 +135,6 @@ async def test_retriever_tools_send_handles(retriever_of, llm, store):
     _, results, raws = await run(agent, QUESTION, max_iterations=2)
     assert len(find_handles(str(results[0].tool_output))) == 2
     assert raws[1]["kp"]["pack_tokens"] > 100
-    # Handles and blanks are all that such a tool says, so its exchanges can be absorbed.
-    call = ToolCallBlock(tool_call_id="call00001", tool_name="search", tool_kwargs={"input": "flag"})
-    said = [
-        ChatMessage(QUESTION),
-        ChatMessage(role="assistant", blocks=[call]),
-        ChatMessage(
-            str(results[0].tool_output), role="tool", additional_kwargs={"tool_call_id": "call00001", "name": "search"}
-        ),
-    ]
-    prompt = llm.engine.template.render(to_messages(said), view=store.view("default"), compact=True)
-    assert "(In memory, with the results of all earlier calls.)" in llm.engine.template.text(prompt)
-    assert len(prompt.spans) == 2
 
 
 class Searching(KnowledgePackLLM):
@@ -189,33 +177,7 @@ async def read_everything(engine, store, handles, **settings):
     return usages, memory.get_all()
 
 
-@pytest.mark.parametrize(
-    ("placement", "steps"),
-    [("system", 6), *(pytest.param("in_place", steps, marks=pytest.mark.slow) for steps in (8, 20))],
-)
-async def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(long_engine, store, placement, steps):
-    shelf = [f"Book {number}: " + f"the number {number * 7919} is on page {number}. " * 4 for number in range(steps)]
-    packs = [long_engine.build_pack(text, compiled_for="system", lazy=True) for text in shelf]
-    handles = [str(store.put(pack)) for pack in packs]
-    long_engine.clear_cache()
-    usages, messages = await read_everything(long_engine, store, handles, compact=True, placement=placement)
-    assert len(usages) == steps + 1
-    sent = [usage["prompt_tokens"] for usage in usages[1:]]
-    assert max(sent) <= 1.05 * min(sent)
-    for step in range(2, steps + 1):
-        usage, before = usages[step], usages[step - 1]
-        assert usage["pack_tokens"] == sum(len(pack.token_ids) for pack in packs[:step])
-        read = usage["pack_tokens"] - before["pack_tokens"]
-        # In place, only the latest call and its frame stand behind the new pack; at the head, all that is sent does.
-        behind = before["completion_tokens"] + 120 if placement == "in_place" else usage["prompt_tokens"]
-        assert usage["computed_tokens"] <= read + behind
-    # The agent's own messages are not touched: every handle is there, and the store has its text.
-    found = [str(handle) for message in messages for _, _, handle in find_handles(message.content or "")]
-    assert found == handles
-    assert [store.get(Handle.parse(handle)).text.strip() for handle in found] == [text.strip() for text in shelf]
-
-
-async def test_without_absorbing_a_prompt_grows_by_its_calls(long_engine, store):
+async def test_a_prompt_grows_by_its_calls(long_engine, store):
     shelf = [f"Book {number}: " + f"the number {number * 7919} is on page {number}. " * 4 for number in range(6)]
     handles = [str(store.put(long_engine.build_pack(text, lazy=True))) for text in shelf]
     usages, _ = await read_everything(long_engine, store, handles)

@@ -1,5 +1,6 @@
 """`KnowledgePackMemoryBlock`: flushed turns as packs, at constant prompt cost."""
 
+import itertools
 import json
 
 import pytest
@@ -7,10 +8,12 @@ from llama_index.core.base.llms.types import ChatMessage, ToolCallBlock
 from llama_index.core.memory import Memory
 from pydantic import ValidationError
 
-from kp_core import PackStore, find_handles
-from kp_core.errors import PackNotFoundError
+from kp_core import Fact, MemoryFactStore, PackStore, find_handles
+from kp_core.errors import OptionError, PackNotFoundError
 from kp_llamaindex import KnowledgePackLLM, KnowledgePackMemoryBlock, to_messages
+from kp_llamaindex.memory import _LEFT
 from tests.conftest import tiny_engine
+from tests.llamaindex.conftest import LetterEmbedder
 
 ENGINE = tiny_engine("llama")
 
@@ -21,7 +24,7 @@ def turns(number):
 
 @pytest.fixture
 def block(store):
-    return KnowledgePackMemoryBlock(engine=ENGINE, store=store, max_handles=2)
+    return KnowledgePackMemoryBlock(engine=ENGINE, store=store)
 
 
 async def test_turns_become_packs_and_come_back_as_handles(block, store):
@@ -36,12 +39,48 @@ async def test_turns_become_packs_and_come_back_as_handles(block, store):
     assert block.text() == "".join(store.get(handle).text for handle in handles)
 
 
-async def test_more_packs_than_allowed_become_one(block):
-    for number in range(1, 8):
-        before = block.text()
+def size(text):
+    return len(ENGINE.tokenizer.encode(text, add_special_tokens=False))
+
+
+async def test_the_oldest_packs_leave_in_blocks(block):
+    block.memory_tokens, sizes = 4 * size("user: Question 1?\nassistant: Answer 1.\n"), []
+    for number in range(1, 12):
+        before = block.handles
         await block.aput(turns(number))
-        assert block.text() == before + f"user: Question {number}?\nassistant: Answer {number}.\n"
-        assert 1 <= len(block.handles) <= 2
+        sizes.append(size(block.text()))
+        assert sizes[-1] <= block.memory_tokens
+        assert [*block.left, *block.handles][-len(before) - 1 : -1] == before
+    assert any(later < earlier / 1.5 for earlier, later in itertools.pairwise(sizes))
+    assert (await block.aget()).startswith("(Earlier parts of this conversation")
+    block.memory_tokens = 3  # Less than one pack.
+    await block.aput(turns(12))
+    assert block.handles == []
+    assert len(block.left) == 12
+
+
+async def test_what_left_is_found_again(store):
+    facts = MemoryFactStore(LetterEmbedder())
+    block = KnowledgePackMemoryBlock(engine=ENGINE, store=store, memory="search", facts=facts, memory_tokens=200)
+    for number in range(12):
+        await block.aput([ChatMessage(f"The {'abcdefghijkl'[number] * 9} has {number} sails.")])
+    asked = [ChatMessage("How many sails has the bbbbbbbbb?")]
+    found = [str(handle) for *_, handle in find_handles(await block.aget(asked))]
+    assert found[: len(block.handles)] == block.handles
+    assert 1 <= len(found[len(block.handles) :]) <= 2
+    assert set(found[len(block.handles) :]) <= set(block.left)
+    assert len(facts) == len(block.left)
+    again = KnowledgePackMemoryBlock(**json.loads(block.model_dump_json()), engine=ENGINE, facts=facts)
+    assert await again.aget(asked) == await block.aget(asked)
+    # Deleted there is deleted here.
+    facts.delete([fact.id for fact in facts.facts()])
+    facts.add([Fact("Something else.")])
+    assert "\n".join(block.handles) == (await block.aget(asked)).partition("\n")[2]
+
+
+def test_a_block_of_an_earlier_release_says_what_is_gone(store):
+    with pytest.raises(OptionError, match="`memory_tokens` bounds the packs"):
+        KnowledgePackMemoryBlock(store=store, max_handles=2)
 
 
 async def test_nothing_to_remember(block):
@@ -87,7 +126,10 @@ async def test_a_store_without_the_packs(block, tmp_path):
     assert block.text() == ""
 
 
-@pytest.mark.parametrize("settings", [{"handles": ["x"]}, {"namespace": "../up"}, {"max_handles": 0}])
+BAD = [{"handles": ["x"]}, {"namespace": "../up"}, {"memory_tokens": 0}, {"memory_tokens": "x"}, {"memory": "search"}]
+
+
+@pytest.mark.parametrize("settings", BAD)
 def test_bad_settings(settings, store):
     with pytest.raises(ValidationError):
         KnowledgePackMemoryBlock(store=store, **settings)
@@ -113,12 +155,12 @@ def conversation(store, block, rounds):
 
 
 def test_a_long_conversation_has_a_short_prompt(block, store):
-    usages = conversation(store, block, 20)
+    block.memory_tokens = 300
+    usages = conversation(store, block, 40)
     sent = [usage["prompt_tokens"] for usage in usages]
-    delivered = [usage["pack_tokens"] for usage in usages]
-    assert max(sent[10:]) <= max(sent[:10])
-    assert delivered[-1] > 3 * delivered[9] / 2 > 0
-    assert "question number 000" in block.text()
+    assert max(sent[20:]) <= max(sent[:20]) + size(_LEFT)
+    assert 0 < max(usage["pack_tokens"] for usage in usages) <= 300
+    assert block.left
 
 
 def test_the_first_pack_comes_straight_from_the_store(block, store):

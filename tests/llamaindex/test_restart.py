@@ -33,7 +33,7 @@ async def ask(folder, question):
         """Search the handbook."""
         return handle
 
-    llm = KnowledgePackLLM(engine=engine, store=store, namespaces=["veyl", "ana"], compact=True, max_tokens=64)
+    llm = KnowledgePackLLM(engine=engine, store=store, namespaces=["veyl", "ana"], max_tokens=64)
     agent = FunctionAgent(tools=[search], llm=llm, initial_tool_choice="search", early_stopping_method="generate")
     run = agent.run(question, memory=memory, max_iterations=2)
     usages = [event.raw["kp"] async for event in run.stream_events() if isinstance(event, AgentStream) and event.raw]

@@ -116,7 +116,7 @@ def test_content_that_is_none_is_refused_where_it_is_given(nodes_of, path, retri
         (lambda r, _: KnowledgePackLLM(view=r.store.view("default")), "`store=` and `namespaces=`"),
         (lambda *_: ChatKnowledgePacks().bind(view=None), "`store=` and `namespaces=`"),
         (lambda *_: ChatKnowledgePacks(n=2), "A call gives one answer"),
-        (lambda r, _: KnowledgePackMemoryBlock(store=r.store, max_handle=2), "Did you mean 'max_handles'?"),
+        (lambda r, _: KnowledgePackMemoryBlock(store=r.store, memory_token=2), "Did you mean 'memory_tokens'?"),
         (lambda r, _: KnowledgePackMemoryBlock(store=r.store, content="text"), "no option 'content'"),
     ],
 )

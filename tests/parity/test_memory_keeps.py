@@ -6,7 +6,7 @@ import pytest
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from llama_index.core.base.llms.types import ChatMessage, TextBlock, ToolCallBlock
+from llama_index.core.base.llms.types import ChatMessage, TextBlock
 from llama_index.core.memory.memory import DEFAULT_MEMORY_BLOCKS_TEMPLATE
 
 from kp_core import PackStore
@@ -39,18 +39,6 @@ def langchain(engine, store, handles, asked, **settings):
     return found["messages"][-1].response_metadata["kp"]
 
 
-def searching(engine, store, handles, asked, **settings):
-    """The same by LlamaIndex, whose agents hand the whole conversation to the LLM."""
-    llm = KnowledgePackLLM(engine=engine, store=store, compact=True, **SETTINGS, **settings)
-    messages = [ChatMessage("How many ships?")]
-    for at, handle in enumerate(handles):
-        call = ToolCallBlock(tool_call_id=f"call0000{at}", tool_name="search", tool_kwargs={"query": f"ships {at}"})
-        about = {"tool_call_id": call.tool_call_id, "name": "search"}
-        messages += [ChatMessage(role="assistant", blocks=[call])]
-        messages += [ChatMessage(handle, role="tool", additional_kwargs=about)]
-    return llm.chat([*messages, ChatMessage(asked)]).raw["kp"]
-
-
 def remembering(engine, store, handles, asked, **settings):
     """A LlamaIndex memory of two flushed turns."""
     block = KnowledgePackMemoryBlock(engine=engine, store=store, namespace="notes")
@@ -62,7 +50,7 @@ def remembering(engine, store, handles, asked, **settings):
     return llm.chat([ChatMessage(memory.content, role="system"), ChatMessage(asked)]).raw["kp"]
 
 
-@pytest.mark.parametrize("memory", [langchain, searching, remembering])
+@pytest.mark.parametrize("memory", [langchain, remembering])
 def test_knowledge_is_read_and_not_computed_after_a_restart(memory, tmp_path):
     engine, store = roomy_engine.__wrapped__(), PackStore(tmp_path)
     handles = [str(store.put(engine.build_pack(note, namespace="notes"))) for note in NOTES]
@@ -74,7 +62,7 @@ def test_knowledge_is_read_and_not_computed_after_a_restart(memory, tmp_path):
     assert again["reused_tokens"] >= again["pack_tokens"]
 
 
-@pytest.mark.parametrize("memory", [langchain, searching, remembering])
+@pytest.mark.parametrize("memory", [langchain, remembering])
 def test_a_model_that_is_told_otherwise_keeps_nothing(memory, tmp_path):
     engine, store = roomy_engine.__wrapped__(), PackStore(tmp_path)
     handles = [str(store.put(engine.build_pack(note, namespace="notes"))) for note in NOTES]

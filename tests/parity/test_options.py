@@ -39,7 +39,6 @@ VALUES = {
     "top_logprobs": lambda _: 2,
     "packs": lambda store: [str(store.handle(FACT, "open"))],
     "placement": lambda _: "system",
-    "compact": lambda _: True,
     "recognise": lambda _: False,
     "composer": lambda _: NaiveComposer(),
     "keep": lambda _: "always",
@@ -168,7 +167,8 @@ def test_what_is_no_option_of_an_adapter(adapter, name, store):
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("absorb", "Did you mean 'compact'"),
+        ("compact", "It is gone in 0.3; packs stand in place of results"),
+        ("absorb", "It is gone in 0.3; packs stand in place of results"),
         ("upgrade", "It is gone in 0.3; a request with composer='exact'"),
         ("order", "It is gone in 0.3; packs stand as they are given"),
         ("foreign", "Did you mean 'mismatch'"),

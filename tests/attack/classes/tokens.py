@@ -81,7 +81,7 @@ def attack(folder: Path) -> Iterator[Case]:
         """Conversations of other forms: a prompt that is the single pass of itself, or a refusal."""
         kind = draw.choice(list(made))
         with refused():
-            prompt = made[kind].render(warped(draw, _CONVERSATION, _CONTENTS), compact=draw.random() < 0.3)
+            prompt = made[kind].render(warped(draw, _CONVERSATION, _CONTENTS))
             made[kind].verify(prompt)
 
     def templates(draw: Random) -> None:

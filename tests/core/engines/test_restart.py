@@ -63,19 +63,19 @@ def replayed(engine, store, messages: list) -> dict:
 
 
 def answered(engine, store, messages: list):
-    return engine.generate(messages, view=store.view("notes"), keep="always", compact=True, max_tokens=4)
+    return engine.generate(messages, view=store.view("notes"), keep="always", max_tokens=4)
 
 
 def result(engine, store, messages: list, answer) -> list:
     """The answer and a digest of the logits before it."""
-    logits = engine.prefill(messages, view=store.view("notes"), keep="always", compact=True).logits
+    logits = engine.prefill(messages, view=store.view("notes"), keep="always").logits
     return [answer.text, hashlib.sha256(logits.float().numpy().tobytes()).hexdigest()]
 
 
 def gone_on(engine, store, messages: list) -> dict:
     """What the next step alone costs, and whether it is that of a cold run."""
-    found = engine.prefill(messages, view=store.view("notes"), keep="always", compact=True)
-    oracle = engine.prefill(messages, view=store.view("notes"), compact=True, reuse=False)
+    found = engine.prefill(messages, view=store.view("notes"), keep="always")
+    oracle = engine.prefill(messages, view=store.view("notes"), reuse=False)
     return {**found.usage.to_dict(), "same": bool((found.logits == oracle.logits).all())}
 
 

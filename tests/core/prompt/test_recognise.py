@@ -310,10 +310,9 @@ def test_what_another_process_puts_and_removes_is_seen(tmp_path):
 
 
 @pytest.mark.parametrize("placement", ["in_place", "system"])
-@pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("merges", [0, 7])
 @pytest.mark.parametrize("kind", TEMPLATES)
-def test_recognised_spans_are_annotations(kind, merges, compact, placement):
+def test_recognised_spans_are_annotations(kind, merges, placement):
     made = ChatTemplate(tiny_tokenizer(TEMPLATES[kind], merges))
     shelf = Shelf(LIGHT, f"{OIL}\n")
     brought = shelf.put("The ferry leaves at nine.")
@@ -335,9 +334,8 @@ def test_recognised_spans_are_annotations(kind, merges, compact, placement):
         {"role": "assistant", "content": "Orla."},
         {"role": "user", "content": f"And: {LIGHT}"},
     ]
-    options = {"placement": placement, "compact": compact}
-    prompt = made.render(messages, view=shelf.view(), **options)
-    plain = made.render(messages, view=shelf.view(recognise=False), **options)
+    prompt = made.render(messages, view=shelf.view(), placement=placement)
+    plain = made.render(messages, view=shelf.view(recognise=False), placement=placement)
     recognised = [span for span in prompt.spans if span.recognised]
     assert [span.handle for span in recognised] == [
         str(handle(text)) for text in (LIGHT, f"{OIL}\n", LIGHT, f"{OIL}\n", LIGHT)
