@@ -55,7 +55,8 @@ def texts_of(archive: zipfile.ZipFile) -> Iterator[tuple[str, str, bool]]:
                 above.append((_KINDS.get(tag, kind), dropped or tag in _DROPPED))
                 continue
             kind, dropped = above.pop()
-            if is_part and tag in _TEXTS and element.text:
+            # Charts have labels among their values.
+            if is_part and (tag in _TEXTS or (tag == "v" and by_part == "charts")) and element.text:
                 yield by_part or kind or "other text", element.text.strip(), dropped
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from kp_core.errors import FactError
 from kp_core.packs.handle import check_namespace
@@ -63,10 +62,10 @@ class Fact:
             raise FactError(f"Got version={self.version!r} of a fact; expected an integer from 1 on.")
         if not isinstance(self.metadata, Mapping):
             raise FactError(f"Got {self.metadata!r} as metadata of a fact; expected a dictionary.")
-        for key, value in self.metadata.items():
+        for key in self.metadata:
             _check_text("a metadata key", key)
-            _check_value(f"metadata {key!r}", value)
-        object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
+        plain = {key: _plain(f"metadata {key!r}", value) for key, value in self.metadata.items()}
+        object.__setattr__(self, "metadata", MappingProxyType(plain))
         if not self.id:
             object.__setattr__(self, "id", self._default_id)
 
@@ -138,20 +137,25 @@ class Reranker(Protocol):
         """Return all `hits`, best first; they come nearest first."""
 
 
-def _check_value(name: str, value: object, depth: int = 0) -> None:
+def _plain(name: str, value: Any, depth: int = 0) -> Value:  # noqa: ANN401 - whatever a user gives
+    """Return `value` with numpy's numbers and arrays as Python's; raises for what JSON cannot express."""
+    value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, int) and value.bit_length() > _BITS:
         bits = value.bit_length()
         raise FactError(f"Got a number of {bits} bits as {name} of a fact; expected at most {_BITS}. Write it as text.")
     if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
-        return
-    if isinstance(value, Mapping | list | tuple) and depth < _DEEPEST:
-        for key, item in value.items() if isinstance(value, Mapping) else zip(itertools.repeat(name), value):
+        return value
+    if isinstance(value, list | tuple) and depth < _DEEPEST:
+        items = [_plain(name, item, depth + 1) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, Mapping) and depth < _DEEPEST:
+        for key in value:
             _check_text(f"a key in {name}", key)
-            _check_value(name, item, depth + 1)
-        return
+        return {key: _plain(name, item, depth + 1) for key, item in value.items()}
     if not isinstance(value, str):
         raise FactError(f"Got {value!r} as {name} of a fact; expected what JSON can say: text, finite numbers, lists.")
     _check_text(name, value)
+    return value
 
 
 def _check_text(name: str, value: object) -> None:

@@ -15,6 +15,8 @@ import docx
 import openpyxl
 import pptx
 import pytest
+from docx.opc.packuri import PackURI
+from docx.opc.part import Part
 from docx.oxml import OxmlElement, parse_xml
 from docx.oxml.ns import nsdecls
 from openpyxl.comments import Comment
@@ -391,6 +393,56 @@ def test_text_beside_the_pages_of_a_word_document_is_named(tmp_path: Path, caplo
     [told] = caplog.messages
     found = set(told.removeprefix(f"{path}: left out: ").split(", "))
     assert found == {"headers ('A draft')", "footers ('For the guild')", "comments ('Is that so?')"}
+
+
+_OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+_WORD = "application/vnd.openxmlformats-officedocument.wordprocessingml"
+_CHART = """<c:chartSpace xmlns:c="http://schemas.openxmlformats.org/drawingml/2006/chart"
+xmlns:a="http://schemas.openxmlformats.org/drawingml/2006/main"><c:chart>{}<c:plotArea><c:barChart><c:ser>
+<c:tx><c:strRef><c:strCache><c:pt idx="0"><c:v>{}</c:v></c:pt></c:strCache></c:strRef></c:tx>
+<c:cat><c:strRef><c:strCache><c:pt idx="0"><c:v>{}</c:v></c:pt></c:strCache></c:strRef></c:cat>
+</c:ser></c:barChart></c:plotArea></c:chart></c:chartSpace>"""
+_TITLE = "<c:title><c:tx><c:rich><a:p><a:r><a:t>{}</a:t></a:r></a:p></c:rich></c:tx></c:title>"
+_NOTES = """<w:{0}s xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"><w:{0} w:id="2"><w:p><w:r>
+<w:t>It was painted</w:t></w:r></w:p><w:p><w:r><w:t>{1}</w:t></w:r></w:p></w:{0}></w:{0}s>"""
+
+
+@pytest.mark.parametrize("is_linked", [True, False])
+@pytest.mark.parametrize("kind", ["footnote", "endnote"])
+def test_notes_of_a_word_document_are_read_or_named(
+    kind: str, is_linked: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    document, path = docx.Document(), tmp_path / "a.docx"
+    place = document.add_paragraph("The gate is green.")
+    if is_linked:
+        place.add_run()._r.append(parse_xml(f'<w:{kind}Reference {nsdecls("w")} w:id="2"/>'))
+    document.add_paragraph("It stands in Veyl.")
+    part = Part(PackURI(f"/word/{kind}s.xml"), f"{_WORD}.{kind}s+xml", b"", document.part.package)
+    part._blob = _NOTES.format(kind, "by Orla Venn.").encode()
+    document.part.relate_to(part, f"{_OFFICE}/{kind}s")
+    document.save(str(path))
+    text = "\n".join(fact.text for fact in read_facts(path))
+    assert [sentence in text for sentence in ("The gate is green.", "It stands in Veyl.")] == [True, True]
+    named = f"{kind}s ('It was painted')"
+    assert ("by Orla Venn." in text, named in caplog.text) == (is_linked, not is_linked)
+
+
+@pytest.mark.parametrize(
+    ("title", "series", "label"),
+    [("Ships a year", "Ships", "North"), ("", "Ships counted", "North"), ("", "Gate", "In the north"), ("", "", "Aye")],
+)
+def test_texts_of_a_chart_are_named(
+    title: str, series: str, label: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    document, path = docx.Document(), tmp_path / "a.docx"
+    document.add_paragraph("The gate is green. Gate.")
+    part = Part(PackURI("/word/charts/chart1.xml"), "application/xml", b"", document.part.package)
+    part._blob = _CHART.format(_TITLE.format(title) if title else "", series, label).encode()
+    document.part.relate_to(part, f"{_OFFICE}/chart")
+    document.save(str(path))
+    assert [fact.text for fact in read_facts(path)] == ["The gate is green. Gate."]
+    first = next(text for text in (title, series, label) if text and text != "Gate")
+    assert caplog.messages == [f"{path}: left out: charts ({first!r})"]
 
 
 def test_slides_and_sheets(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

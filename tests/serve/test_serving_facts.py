@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import s3server
 from kp_core import PackStore, find_handles, load_engine, strip_handles
-from kp_core.banks import ChromaFactStore
+from kp_core.banks import ChromaFactStore, Fact
 from kp_serve.answers import Answer
 from kp_serve.engine import VLLMEngine
 from kp_serve.stored import StoredKV
@@ -60,6 +60,23 @@ def test_a_text_of_two_sources_is_two_facts_with_one_pack(server):
     server.ask("DELETE", f"/v1/facts/{second['id']}")
     assert server.ask("GET", f"/v1/packs/{first['handle']}").status_code == 404
     assert other["handle"]
+
+
+def test_a_search_lists_no_facts(tmp_path, monkeypatch):
+    """Counts and one query of the index, however many facts there are, in whichever namespace."""
+    with ChromaFactStore(tmp_path / "facts", HashEmbedder()) as facts:
+        gate, calls, call = Served(tmp_path / "gate", facts), [], facts._call
+        facts.add([Fact(f"Fact {number}.", namespace=space) for number in range(300) for space in ("a", "b")])
+        monkeypatch.setattr(
+            facts, "_call", lambda collection, name, **given: calls.append(name) or call(collection, name, **given)
+        )
+        found = gate.ask("POST", "/v1/facts/search", {"question": "Fact 7.", "k": 2}).json()["data"]
+        assert [found[0]["text"], len(found)] == ["Fact 7.", 2]
+        assert calls.count("query") == 1
+        assert set(calls) == {"count", "query"}
+        calls.clear()
+        gate.ask("POST", "/v1/facts/search", {"question": "Fact 7.", "namespace": "default"})
+        assert set(calls) <= {"count"}
 
 
 def test_facts_are_listed_in_pages(server):
