@@ -410,7 +410,7 @@ _NOTES = """<w:{0}s xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/
 @pytest.mark.parametrize("is_linked", [True, False])
 @pytest.mark.parametrize("kind", ["footnote", "endnote"])
 def test_notes_of_a_word_document_are_read_or_named(
-    kind: str, is_linked: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, *, is_linked: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     document, path = docx.Document(), tmp_path / "a.docx"
     place = document.add_paragraph("The gate is green.")

@@ -8,24 +8,31 @@ import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import llama_index.core
 import pytest
 from langchain.agents import create_agent
+from langchain_core.messages import AIMessage
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import ConfigurableField, RunnableLambda, RunnableParallel
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, StateGraph
 from llama_index.core.extractors import KeywordExtractor
 from llama_index.core.ingestion import IngestionCache, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import Document, TextNode
+from pydantic import BaseModel
 
-from kp_core import PackStore, load_engine, pickling
+from kp_core import PackStore, PackView, load_engine, pickling
 from kp_core.banks import ChromaFactStore, Fact, MemoryFactStore
 from kp_core.banks.embed import SentenceTransformerEmbedder
 from kp_core.errors import ModelError, PackError
 from kp_langchain import ChatKnowledgePacks
 from kp_langchain import KnowledgePackRetriever as LangChainRetriever
-from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor
+from kp_llamaindex import KnowledgePackLLM, KnowledgePackMemoryBlock, KnowledgePackPostprocessor, NumberSources
 from kp_llamaindex import KnowledgePackRetriever as LlamaIndexRetriever
 from tests.kits import HashEmbedder, tiny_model, tiny_tokenizer
 
@@ -120,6 +127,87 @@ def test_a_pickle_travels_as_what_opens_it_or_says_what_to_do(kind, parts, reque
     sent = pickle.dumps(part)
     assert len(sent) < 50_000, "no weights"
     assert ask(pickle.loads(sent)) == ask(part)
+
+
+class Colour(BaseModel):
+    """An answer of a fixed form."""
+
+    name: bool
+
+
+TOOL = {"name": "look", "description": "Looks."}
+WRAPPED = {
+    "not loaded": lambda of: ChatKnowledgePacks(model=of.folder, dtype="float32", max_tokens=3),
+    "llm not loaded": lambda of: KnowledgePackLLM(model=of.folder, dtype="float32", max_tokens=3),
+    "tools": lambda of: of.chat.bind_tools([TOOL]),
+    "a tool that must be called": lambda of: of.chat.bind_tools([TOOL], tool_choice="look", max_tokens=90),
+    "structured": lambda of: of.chat.model_copy(update={"max_tokens": 60}).with_structured_output(Colour),
+    "structured by a call": lambda of: of.chat.model_copy(update={"max_tokens": 90}).with_structured_output(
+        Colour, method="function_calling"
+    ),
+    "chain": lambda of: ChatPromptTemplate([("human", "{x}")]) | of.chat | StrOutputParser(),
+    "parallel": lambda of: RunnableParallel(a=of.chat, b=of.chat),
+    "fallbacks": lambda of: of.chat.with_fallbacks([of.chat.bind(max_tokens=1)]),
+    "retries": lambda of: of.chat.with_retry(),
+    "configurable": lambda of: of.chat.configurable_fields(max_tokens=ConfigurableField(id="n")),
+    "tagged": lambda of: of.chat.with_config(tags=["x"], metadata={"a": 1}),
+    "settings": lambda of: ChatKnowledgePacks(engine=of.engine, stop=["x"], temperature=1.0, seed=3, max_tokens=3),
+    "composer": lambda of: ChatKnowledgePacks(engine=of.engine, composer="splice", max_tokens=3),
+    "handles": lambda of: LangChainRetriever(fact_store=of.facts, store=of.store, engine=of.engine, content="handle"),
+    "banks": lambda of: LangChainRetriever(fact_store=of.facts, store=of.store, engine=of.engine, unit="bank"),
+    "retriever in a chain": lambda of: of.found | RunnableLambda(len),
+    "query engine": lambda of: RetrieverQueryEngine.from_args(
+        LlamaIndexRetriever(of.facts, store=of.store, engine=of.engine),
+        llm=KnowledgePackLLM(engine=of.engine, max_tokens=3),
+        node_postprocessors=[NumberSources()],
+    ),
+    "memory": lambda of: KnowledgePackMemoryBlock(engine=of.engine, store=of.store, name="m"),
+    "view": lambda of: of.store.view("default"),
+    "list": lambda of: [of.chat, {"llm": KnowledgePackLLM(engine=of.engine, max_tokens=3)}, of.found],
+}
+
+
+def asked(part):  # noqa: PLR0911 - one kind after the other
+    """What a part answers, by whichever method it has."""
+    if isinstance(part, list):
+        return [asked(part[0]), asked(part[1]["llm"]), asked(part[2])]
+    if isinstance(part, KnowledgePackLLM):
+        return part.complete("Hi").text
+    if isinstance(part, RetrieverQueryEngine):
+        return str(part.query(TEXT))
+    if isinstance(part, KnowledgePackMemoryBlock):
+        return part.name, part.engine.generate("Hi", max_tokens=2).token_ids
+    if isinstance(part, PackView):
+        return part.namespaces, str(part.source.handle(TEXT, "default"))
+    answer = part.invoke({"x": "Hi"} if "PromptTemplate" in repr(part)[:200] else TEXT)
+    if isinstance(answer, dict):
+        return {name: said.text for name, said in answer.items()}
+    if isinstance(answer, AIMessage):
+        return answer.text, [call["name"] for call in answer.tool_calls]
+    return [each.page_content for each in answer] if isinstance(answer, list) else answer
+
+
+@pytest.fixture(scope="module")
+def shared(folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("wrapped")
+    engine, store = load_engine(folder, dtype="float32"), PackStore(path / "packs")
+    with ChromaFactStore(path / "facts", HashEmbedder()) as facts:
+        facts.add([Fact(TEXT)])
+        chat = ChatKnowledgePacks(engine=engine, store=store, namespaces="default", max_tokens=3)
+        found = LangChainRetriever(fact_store=facts, store=store, engine=engine)
+        yield SimpleNamespace(folder=folder, engine=engine, store=store, facts=facts, chat=chat, found=found)
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_what_holds_a_model_is_copied_and_pickled_with_it(kind, shared):
+    part = WRAPPED[kind](shared)
+    expected = asked(part)
+    copies = [copy.copy(part), copy.deepcopy(part), copy.deepcopy({"in": (part,)})["in"][0]]
+    copies += [part.model_copy(deep=True), part.model_copy()] if hasattr(part, "model_copy") else []
+    sent = pickle.dumps(part)
+    assert len(sent) < 50_000, "no weights"
+    for copied in (*copies, pickle.loads(sent), copy.deepcopy(pickle.loads(sent))):
+        assert asked(copied) == expected
 
 
 def test_another_process_opens_each_once(folder, monkeypatch):

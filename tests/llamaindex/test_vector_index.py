@@ -1,11 +1,12 @@
 """`KnowledgePackPostprocessor` over the index that a user already has: nothing is embedded again."""
 
 import chromadb
+import numpy as np
 import pytest
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.schema import MetadataMode, TextNode
+from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
@@ -149,3 +150,13 @@ def test_nodes_of_any_id_are_found_and_their_packs_leave_with_them(model, store,
         assert (
             {each.node_id for each in packed} == {store.peek(handle).provenance["id"] for handle in store} == set(ids)
         )
+
+
+def test_numbers_of_numpy_in_metadata_stay_and_their_nodes_are_packed(store):
+    values = {"f": np.float32(1.5), "i": np.int64(3), "b": np.bool_(True), "l": [np.int8(1)]}  # noqa: FBT003 - numpy's
+    nodes = [TextNode(text=f"Harbour {n}.", metadata={"n": n, **values}) for n in range(3)]
+    for each in nodes:
+        each.excluded_llm_metadata_keys = ["n", *values]
+    packed = packing(store).postprocess_nodes([NodeWithScore(node=each, score=np.float32(0.5)) for each in nodes])
+    assert [each.node.metadata for each in packed] == [each.metadata for each in nodes]
+    assert {store.get(handle).text for handle in store} == {each.text for each in nodes}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import pickle
 import random
 import threading
@@ -100,6 +101,49 @@ def test_the_id_of_a_fact_is_a_digest_of_namespace_source_and_text_unless_given(
 def test_bad_facts_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(FactError, match=r"expected|no file can hold"):
         Fact(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (np.float32(1.5), 1.5),
+        (np.float64(1.5), 1.5),
+        (np.float16(0.5), 0.5),
+        (np.int64(-3), -3),
+        (np.int8(3), 3),
+        (np.uint64(2**64 - 1), 2**64 - 1),
+        (np.bool_(True), True),  # noqa: FBT003 - numpy's
+        (np.str_("a"), "a"),
+        (np.array(3), 3),
+        (np.array([1, 2]), [1, 2]),
+        (np.array([0.5], np.float32), [0.5]),
+        (np.array(["a", "b"]), ["a", "b"]),
+        (np.ones((2, 1)), [[1.0], [1.0]]),
+        (np.array([]), []),
+        ([np.int8(1), np.float32(2)], [1, 2.0]),
+        ((np.int64(1), "a"), (1, "a")),
+        ({"a": [np.int32(1), {"b": np.bool_(False)}]}, {"a": [1, {"b": False}]}),  # noqa: FBT003 - numpy's
+    ],
+    ids=repr,
+)
+def test_numbers_of_numpy_are_numbers_of_python(given: object, expected: object, tmp_path: Path) -> None:
+    fact = Fact("a", metadata={"v": given, "n": 1})  # type: ignore[dict-item]
+    assert (fact.metadata["v"], type(fact.metadata["v"])) == (expected, type(expected))
+    json.dumps(dict(fact.metadata))
+    with ChromaFactStore(tmp_path, HashEmbedder()) as store:
+        store.add([fact])
+        listed = list(expected) if isinstance(expected, tuple) else expected
+        assert dict(store.get(fact.id).metadata) == {"v": listed, "n": 1}
+        where = {"n": 1} if isinstance(listed, list | dict) else {"v": listed}
+        assert [hit.fact.id for hit in store.search("a", where=where)] == [fact.id]
+
+
+@pytest.mark.parametrize(
+    "given", [np.float32("nan"), np.array([np.inf]), np.datetime64("2026-01-01"), np.complex64(1), np.array([b"a"])]
+)
+def test_values_of_numpy_that_json_cannot_say_are_refused(given: object) -> None:
+    with pytest.raises(FactError, match="expected what JSON can say"):
+        Fact("a", metadata={"v": given})  # type: ignore[dict-item]
 
 
 def test_a_fact_is_an_immutable_value() -> None:
