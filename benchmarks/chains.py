@@ -84,9 +84,7 @@ def _ways(engine: Session, facts: ChromaFactStore, folder: Path, questions: Sequ
 
     def chain(retriever: KnowledgePackRetriever, content: str) -> Runnable[object, AIMessage]:
         retriever = retriever.model_copy(update={"content": content})
-        # That a text is a pack's would be recognised, and its KV read.
-        asked = model.model_copy(update={"recognise": content == "handle"})
-        return {"context": _question | retriever | _join, "question": _question} | _PROMPT | asked
+        return {"context": _question | retriever | _join, "question": _question} | _PROMPT | model
 
     return (
         Way("no knowledge", _ALONE | model),

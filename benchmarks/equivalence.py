@@ -7,9 +7,6 @@ Each column is compared with text: output token ids, and the bits of the first l
 
 - pack_text: the pack from memory, where it was built and asked something else before.
 - pack_disk: the pack from its store, opened again, nothing in memory.
-- recognised: text itself, sent with a view of the store, which finds the pack in it and reads its KV.
-- learned: the same behind words that the pack was not compiled for; it is compiled for them at the second meeting and
-  read at the third. Text begins with these words, too.
 - after_turns: a second question behind the first one and its answer, whose decoded KV is reused. Text is the whole
   conversation.
 - at_once: eight questions at once, every second one with its handle and the others as text, each against text alone.
@@ -46,12 +43,10 @@ from kp_core import Generation, Message, PackStore, PackView, Session
 
 __all__ = ["COLUMNS", "main", "question_text", "run", "split_prompt"]
 
-COLUMNS = ("pack_text", "pack_disk", "recognised", "learned", "after_turns", "at_once", "restart", "pack_hf")
+COLUMNS = ("pack_text", "pack_disk", "after_turns", "at_once", "restart", "pack_hf")
 _ABOUT = {
     "pack_text": "pack from memory",
     "pack_disk": "pack from disk",
-    "recognised": "pack recognised in the text",
-    "learned": "pack recognised behind other words",
     "after_turns": "behind a turn that was decoded",
     "at_once": "eight at once",
     "restart": "two packs, kept over a restart",
@@ -61,7 +56,6 @@ _CONDITIONS = ("none", "text", "pack", "raw", "split")
 _CHOICES = (*COLUMNS, "scores")
 _AT_ONCE = 8
 _GEMMA_SIZES = (200, 1000, 2500, 4000)  # Its windows are of 512.
-_BEFORE = "Somebody has looked this up."
 _FOLLOW_UP = "Say this again in one full sentence."
 _SPARE = "The sun rises in the east, stands in the south at noon, and sets in the west."  # Beside a single fact.
 _STEP = 400  # Passages between those that packs of one size are made of.
@@ -173,8 +167,6 @@ class _Desk:
             row.differ["pack_hf"] = self._twin.without_end(found.token_ids) != plain
         if found is not None:
             row.said["pack"] = found.text
-        if "learned" in self._columns:
-            row.compare("learned", self._learned(case), self._plain(case.said(_BEFORE, case.text)))
         if "after_turns" in self._columns:
             self._turns(row, case, handle)
         if "restart" in self._columns:
@@ -222,7 +214,7 @@ class _Desk:
         """The answer from packs; raises `RuntimeError` when their KV does not come from `source` (see `explain`)."""
         counts = self._engine.explain(messages, view=view, **options).counts
         found = self._engine.generate(messages, view=view, max_tokens=self._tokens, **options)
-        packed = found.usage.pack_tokens + found.usage.recognised_tokens
+        packed = found.usage.pack_tokens
         if not counts.get(source) or not found.usage.reused_tokens >= packed > 0:
             raise RuntimeError(f"Expected packs to be read from {source!r}, got {dict(counts)}, then {found.usage}.")
         return found
@@ -231,8 +223,6 @@ class _Desk:
         """The same prompt in several ways; the first needs what `_build` left in memory."""
         if "pack_text" in self._columns:
             yield "pack_text", lambda: self._warm(case, handle)
-        if "recognised" in self._columns:
-            yield "recognised", lambda: self._read(case.said(case.text), "pack", self._restarted())
         if "pack_disk" in self._columns:
             yield "pack_disk", lambda: self._read(case.said(handle), "pack", self._restarted())
 
@@ -241,14 +231,6 @@ class _Desk:
         view = self._store.view("default")
         self._engine.generate(f"{handle}\n\nWhat is this about?", view=view, max_tokens=2)
         return self._read(case.said(handle), "tree", view)
-
-    def _learned(self, case: _Case) -> Generation:
-        """The answer at the third meeting with a text that was compiled for its place after the second."""
-        said = case.said(_BEFORE, case.text)
-        for _ in range(2):
-            self._engine.generate(said, view=self._store.view("default"), max_tokens=1)
-            self._engine.when_idle(lambda: None).result()
-        return self._read(said, "pack", self._restarted())
 
     def _turns(self, row: _Row, case: _Case, handle: str) -> None:
         view = self._restarted()

@@ -182,7 +182,7 @@ class _Asker:
         content = "\n".join(parts) + f"\n\n{INSTRUCTION}\nQuestion: {question}"
         messages: list[Message] = [*before, {"role": "user", "content": content}]
         view = self._store.view(*self._namespaces)
-        return {"messages": messages, "view": view, "reuse": not as_text, "recognise": not as_text, **self._asked}
+        return {"messages": messages, "view": view, "reuse": not as_text, **self._asked}
 
     def converse(self, request: dict[str, Any]) -> Generation:
         """Answer the last message. Drops the oldest messages while there are more than the model can read."""

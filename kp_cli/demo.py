@@ -89,7 +89,7 @@ def _asked(session: Session, store: PackStore, knowledge: Sequence[str], **optio
     session.clear_cache()
     prompt = "\n\n".join((*knowledge, f"In a few words: {_QUESTION}"))
     with waiting("Asking"):
-        return session.generate(prompt, view=store.view("default"), recognise=False, max_tokens=32, **options)
+        return session.generate(prompt, view=store.view("default"), max_tokens=32, **options)
 
 
 def _compare(out: Console, tokens: int, text: Generation, packs: Generation) -> None:

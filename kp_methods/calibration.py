@@ -395,7 +395,7 @@ def _measured(  # noqa: PLR0913
         prompt = "\n\n".join((*parts, f"{INSTRUCTION}\nQuestion: {question.question}"))
         return session.generate(prompt, max_tokens=max_tokens, **options)
 
-    text = ask(question.passages, recognise=False)
+    text = ask(question.passages)
     expected = question.answer or text.text
     record: dict[str, Any] = {
         "tokens": max(len(pack.token_ids) for pack in packs),

@@ -350,13 +350,13 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
     at = 0
     while at < len(segments):
         stop = at + 1
-        while _is_free(segments[at]) and stop < len(segments) and _is_free(segments[stop]):
+        while isinstance(segments[at], PackRef) and stop < len(segments) and isinstance(segments[stop], PackRef):
             stop += 1
         if stop > at + 1:
             ranges.append((at, stop))
-        elif _is_free(segments[at]):
+        elif isinstance(segments[at], PackRef):
             separator = segments[at + 1] if at + 2 < len(segments) else None
-            while stop + 1 < len(segments) and segments[stop] == separator and _is_free(segments[stop + 1]):
+            while stop + 1 < len(segments) and segments[stop] == separator and isinstance(segments[stop + 1], PackRef):
                 stop += 2
             count = (stop - at + 1) // 2
             if count > 2 or (count > 1 and not any(char.isalnum() for char in str(separator))):
@@ -365,10 +365,6 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
                 stop = at + 1
         at = stop
     return ranges
-
-
-def _is_free(segment: Segment) -> bool:
-    return isinstance(segment, PackRef) and not segment.recognised
 
 
 def _ordered(packs: Sequence[PackRef], between: Segment, order: Handles) -> list[Segment]:

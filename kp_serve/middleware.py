@@ -155,8 +155,7 @@ class PackMiddleware:
         """The messages with handles replaced by texts, the packs of these, and the handles left as text by role."""
         if not isinstance(messages, list) or not all(isinstance(entry, dict) for entry in messages):
             raise HTTPError(400, "Got no list of messages; expected 'messages': [{'role': …, 'content': …}].")
-        # The texts of packs need not be recognised here: the connector finds packs by their tokens.
-        view = PackView(self.state.store, access.namespaces, access.trusted_roles, recognise=False)
+        view = PackView(self.state.store, access.namespaces, access.trusted_roles)
         delivered, left = list[PackRef](), dict[tuple[str, str], None]()
 
         def resolve(text: str, role: str) -> str:

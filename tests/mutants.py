@@ -154,12 +154,6 @@ FAULTS = (
         "tests/core/prompt tests/core/packs",
     ),
     Fault(
-        "kp_core/packs/view.py",
-        "elif pack.text.strip() == text[start:stop]:",
-        "else:",
-        "tests/core/prompt/test_recognise.py tests/core/engines/test_recognition.py",
-    ),
-    Fault(
         "kp_core/packs/handle.py", "key=secret, ", "", "tests/core/packs/test_handle.py tests/core/packs/test_store.py"
     ),
     Fault(
@@ -183,8 +177,8 @@ FAULTS = (
     ),
     Fault(
         "kp_core/prompt/conversation.py",
-        "[s.handle if _by_handle(s) else s",
-        "['' if _by_handle(s) else s",
+        "[s.handle if isinstance(s, PackRef) else s",
+        "['' if isinstance(s, PackRef) else s",
         "tests/core/prompt",
     ),
     # What is made of packs.

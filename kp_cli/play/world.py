@@ -113,7 +113,7 @@ class World:
             return {"messages": [{"role": "user", "content": content}], "max_tokens": 64} | options
 
         handles = [str(document.handle) for document in documents]
-        packs = request(handles, {"view": self._view, "composer": composer, "recognise": False})
+        packs = request(handles, {"view": self._view, "composer": composer})
         text = request([document.text for document in documents], {"reuse": False})
         return {"packs": packs, "text": text}, self.session.explain(**packs)
 

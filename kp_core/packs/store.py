@@ -339,18 +339,6 @@ class PackStore(Packs):
         listed = self._listed(f"packs/{check_namespace(namespace)}/").items()
         return {handle: stat.version for key, stat in listed if key.endswith(".txt") and (handle := _handle_of(key))}
 
-    def texts(self, namespaces: Collection[str], known: Collection[Handle] = ()) -> Iterator[tuple[Handle, str]]:
-        """Yield the packs of these namespaces that are not in `known`, each with its text; see `changes`."""
-        for namespace in namespaces:
-            ids = {handle.id for handle in known if handle.namespace == namespace}
-            # Names are compared first: making the handles of all known packs takes longer than listing them.
-            keys = [key for key, _ in self.blobs.list(f"packs/{check_namespace(namespace)}/") if key.endswith(".txt")]
-            unknown = (key for key in keys if key.rpartition("/")[2].partition(".")[0] not in ids)
-            new = sorted(handle for handle in map(_handle_of, unknown) if handle)
-            with ThreadPoolExecutor(_AT_ONCE) as pool:  # It starts its threads when it is first used.
-                texts = (pool.map if self.blobs.is_far else map)(self._text, new)
-                yield from ((handle, text) for handle, text in zip(new, texts, strict=True) if text is not None)
-
     def remove(self, handle: Handle) -> None:
         """Delete the pack, its text and every entry that it owns; raises `PackNotFoundError` if there is none."""
         # The text in between: who is killed leaves no entry without it, and who writes one meanwhile looks for it.

@@ -5,18 +5,15 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from kp_core.errors import KnowledgePackError, PackError, PackNotFoundError, PromptError
+from kp_core.errors import PackError, PackNotFoundError, PromptError
 from kp_core.packs.blobs import Blobs
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey
-from kp_core.packs.recognise import Recogniser
 from kp_core.pickling import Shared
 
 if TYPE_CHECKING:
@@ -56,8 +53,6 @@ class PackRef:
     handle: str
     pack: KnowledgePack = field(compare=False, repr=False)
     memory: bool = False
-    recognised: bool = False
-    """Whether the message holds the pack's text itself. The prompt is then the same with and without the pack."""
     is_erratum: bool = False
     """Whether `pack` holds only the corrections since an earlier version of it, which stands before."""
 
@@ -66,7 +61,7 @@ class PackRef:
         """The text as it stands in the prompt; memory is a list of paragraphs, each with a line end."""
         if self.memory:
             return self.pack.text.strip() + "\n"
-        return self.pack.text.strip() if self.recognised else self.pack.text
+        return self.pack.text
 
 
 Segment: TypeAlias = str | PackRef
@@ -85,11 +80,6 @@ class Packs(Shared, ABC):
     """Whether `has`, `read` and `write` keep the KV that requests compute; else it is not asked for."""
     cancelled: object = object()
     """A token that changes when what waits to be compiled into this store is cancelled; see `Delivery.cancel`."""
-
-    @cached_property
-    def recogniser(self) -> Recogniser:
-        """Finds the texts of these packs in messages; empty at first, and updated by every search."""
-        return Recogniser()
 
     @property
     def changes(self) -> object:
@@ -140,10 +130,6 @@ class Packs(Shared, ABC):
         """Yield the handles of all packs."""
         raise self._is_only_read()
 
-    def texts(self, namespaces: Collection[str], known: Collection[Handle] = ()) -> Iterator[tuple[Handle, str]]:  # noqa: ARG002
-        """Yield the packs of these namespaces that are not in `known`, with the texts to recognise."""
-        return iter(())
-
     def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]]) -> None:  # noqa: ARG002
         """Look up several entries in parallel, for stores where each access is slow."""
         return
@@ -176,15 +162,13 @@ class PackView:
     request says what follows (`unresolved`). In place of a pack whose text was deleted stands a line that says so, with
     the pack that replaced it. The text of a pack is never searched for handles.
 
-    With `recognise`, the exact texts of packs in messages of trusted roles count as packs; handles inside them stay
-    text. With a `model`, the view returns only packs that this model may use (see `usable`). Raises `PackError` if
-    `source` is no store of packs.
+    With a `model`, the view returns only packs that this model may use (see `usable`). Raises `PackError` if `source`
+    is no store of packs.
     """
 
     source: Packs
     namespaces: Collection[str]
     trusted_roles: Collection[str] = TRUSTED_ROLES
-    recognise: bool = True
     model: ModelFingerprint | None = None
     mismatch: Mismatch = "error"
 
@@ -225,19 +209,15 @@ class PackView:
         return self.peek(handle) if may_read else None
 
     def split(self, text: str, role: str) -> tuple[Segment, ...]:
-        """Split `text` into plain text, the packs of its handles, and packs whose texts it contains."""
+        """Split `text` into plain text and the packs of its handles."""
         handles = find_handles(text)
         if handles and role in self.trusted_roles:
             readable = {handle for *_, handle in handles if handle.namespace in self.namespaces}
             self.source.prefetch([(handle, self._key(None)) for handle in readable])
-        spans: list[tuple[int, int, Handle | PackRef]] = [*handles, *self._recognised(text, role)]
         segments: list[Segment] = []
         end = 0
-        # If two start at the same place, the longer one comes first; a handle then lies inside the text.
-        for start, stop, item in sorted(spans, key=lambda part: (part[0], -part[1])):
-            if start < end:
-                continue
-            if parts := (item,) if isinstance(item, PackRef) else self._parts(item, role):
+        for start, stop, handle in handles:
+            if parts := self._parts(handle, role):
                 segments += [text[end:start], *parts]
                 end = stop
         segments.append(text[end:])
@@ -255,20 +235,6 @@ class PackView:
             met.append(at)
             at = self.source.buried(at)
         return (_DELETED,) if at or len(met) > 1 else ()
-
-    def _recognised(self, text: str, role: str) -> Iterator[tuple[int, int, PackRef]]:
-        """Yield where texts of packs stand in `text`."""
-        if not self.recognise or role not in self.trusted_roles:
-            return
-        recogniser = self.source.recogniser
-        for start, stop, handle in recogniser.find_packs(self.source, text, self.namespaces):
-            # A recognised pack that cannot be used stays text: the caller did not ask for it.
-            with suppress(KnowledgePackError):
-                pack = self.peek(handle)
-                if pack is None:
-                    recogniser.discard(handle)
-                elif pack.text.strip() == text[start:stop]:
-                    yield start, stop, PackRef(str(handle), pack, recognised=True)
 
 
 def why_unresolved(name: str, view: PackView | None, role: str | None = None) -> str:

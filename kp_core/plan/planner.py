@@ -30,10 +30,10 @@ __all__ = ["Learned", "Planner"]
 logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_TOKENS = 512
-_REMEMBERED = 8192  # Recognised packs and kept parts that are remembered as met.
+_REMEMBERED = 8192  # Kept parts that are remembered as met.
 
 Learned: TypeAlias = Sequence[tuple[KnowledgePack, Plan]]
-"""Recognised packs to compile for their positions: each without KV, and with the plan that computes it."""
+"""Packs to compile for their positions: each without KV, and with the plan that computes it."""
 Sources: TypeAlias = Mapping[Span, Composer | None]
 """Packs that are not computed: by their composer, or by their own KV."""
 
@@ -73,8 +73,7 @@ class Planner:
         """
         view = request.view
         if view is not None:
-            recognise = view.recognise and request.recognise
-            view = replace(view, recognise=recognise, model=self.model, mismatch=request.mismatch)
+            view = replace(view, model=self.model, mismatch=request.mismatch)
         answer = tokens if tokens is not None else request.max_tokens or 1
 
         def rendered(turns: Sequence[Turn]) -> Prompt:
@@ -94,7 +93,7 @@ class Planner:
         arranged = request.composer.arrange(turns, host)
         prompt = replace(rendered(arranged.turns), unread=arranged.unread, unresolved=len(handles))
         prompt, composed = self._laid_out(prompt, arranged.composer, request, host)
-        prompt, sources, learned, texts = self._sources(prompt, composed, view, plain=request.steering is None)
+        prompt, sources, learned = self._sources(prompt, composed, view)
         steered = self._steered(prompt, request)
         plan = Plan(
             prompt,
@@ -111,7 +110,7 @@ class Planner:
             unsteered = Plan(begun, plan_regions(begun, sources), packs=view, reuse=request.reuse, model=self.model)
             plan = replace(plan, unsteered=unsteered)
         plan, missing = self._with_entries(plan, request)
-        return plan, learned, (*texts, *missing)
+        return plan, learned, missing
 
     def _laid_out(
         self, prompt: Prompt, composer: Composer, request: Request, host: Host
@@ -119,7 +118,7 @@ class Planner:
         """`prompt` as `composer` lays it out, and the packs that it composes."""
         if not request.reuse:  # Everything is computed.
             return prompt, {}
-        moved = [span for span in prompt.spans if not span.recognised and self._is_moved(span, prompt)]
+        moved = [span for span in prompt.spans if self._is_moved(span, prompt)]
         laid_out, spans = composer.layout(prompt, moved, host)
         is_steered = request.steering is not None or any(span.pack.steering is not None for span in prompt.spans)
         if is_steered and laid_out is not prompt:  # Steered packs are computed, and nothing stands around them.
@@ -156,31 +155,16 @@ class Planner:
         return Plan(prompt, regions, wanted=(len(prefix), len(ids)), model=self.model)
 
     def _sources(
-        self, prompt: Prompt, composed: Mapping[Span, Composer], view: PackView | None, *, plain: bool
-    ) -> tuple[Prompt, Sources, Learned, Sequence[Hashable]]:
-        """`prompt` with its packs as they are stored for their places, where their KV comes from, and what is learned.
-
-        A recognised pack without KV for its position is computed as text; from the second time on, it is also compiled
-        for that position. Unless the request is `plain`, recognised packs are text. Last comes what was met so.
-        """
+        self, prompt: Prompt, composed: Mapping[Span, Composer], view: PackView | None
+    ) -> tuple[Prompt, Sources, Learned]:
+        """`prompt` with its packs as stored for their places, where their KV comes from, and what to compile."""
         sources: dict[Span, Composer | None] = {**composed}
-        learned, met = list[tuple[KnowledgePack, Plan]](), list[Hashable]()
-        spans, texts = list[Span](), list[Span]()
+        learned, spans = list[tuple[KnowledgePack, Plan]](), list[Span]()
         for rendered in prompt.spans:
             span = rendered if rendered in composed else self._stored(rendered, prompt, view)
             pack, (is_home, fits) = span.pack, _stands(span, prompt)
             is_exact = is_home and fits and pack.fingerprint == self.model
-            if span.recognised:
-                is_plain, key = plain and pack.steering is None, (span.handle, hash(prompt.token_ids[: span.start]))
-                if is_plain and is_exact and (pack.kv is not None or pack.stored_bytes):
-                    sources[span] = None
-                elif is_plain and key in self._met:
-                    learned.append(self._compiled(span, prompt))
-                else:
-                    texts.append(span)
-                    met += [key] if is_plain else []
-                    continue
-            elif is_exact:
+            if is_exact:
                 sources.setdefault(span, None)
             elif is_home and fits and pack.fingerprint.is_edit_of(self.model):
                 sources[span] = _OVERWRITTEN  # Only the text that was overwritten is what it stands for.
@@ -188,8 +172,7 @@ class Planner:
                 # The store has only KV that another engine computed, so this engine compiles the pack too.
                 learned.append(self._compiled(span, prompt))
             spans.append(span)
-        prompt = replace(prompt, spans=tuple(spans), as_text=(*prompt.as_text, *texts))
-        return prompt, sources, learned, met
+        return replace(prompt, spans=tuple(spans)), sources, learned
 
     def _stored(self, span: Span, prompt: Prompt, view: PackView | None) -> Span:
         """`span` with its pack as it is stored for exactly the tokens before it, if it is."""

@@ -68,7 +68,6 @@ ABOUT: Mapping[str, str] = {
     "placement": (
         "`in_place`: packs stand where their handles stood. `system`: all stand at the head of the system message."
     ),
-    "recognise": "Exact texts of packs, in messages of trusted roles, are read from their KV.",
     "composer": "Makes the KV of packs that do not stand where they were compiled.",
     "keep": (
         "Whether KV computed behind other packs is kept in the store of the view: `used_twice` (from the second time "
@@ -122,7 +121,6 @@ class Request(Sampling):
     view: PackView | None = None
     packs: Sequence[KnowledgePack | str] = ()
     placement: Placement = "in_place"
-    recognise: bool = True
     composer: Composer = _EXACT
     keep: Keep = "used_twice"
     keep_in: str | None = None

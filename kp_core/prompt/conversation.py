@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, TypeGuard, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from kp_core.errors import PromptError
 from kp_core.packs.handle import handles_like
@@ -129,10 +129,12 @@ def placed(
         raise PromptError(f"Got placement {placement!r}; expected 'in_place' or 'system'.")
     turns = to_turns([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, view)
     segments = (segment for turn in turns for segment in turn.segments) if placement == "system" else ()
-    brought = [segment for segment in segments if _by_handle(segment)]
+    brought = [segment for segment in segments if isinstance(segment, PackRef)]
     memory = (*packs, *brought)
     if brought:
-        turns = tuple(turn.with_segments([s.handle if _by_handle(s) else s for s in turn.segments]) for turn in turns)
+        turns = tuple(
+            turn.with_segments([s.handle if isinstance(s, PackRef) else s for s in turn.segments]) for turn in turns
+        )
     return _with_memory(turns, memory) if memory else turns
 
 
@@ -160,7 +162,7 @@ def with_errata(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     sent: dict[tuple[str, str], set[str]] = {}
 
     def shortened(part: Segment) -> Segment:
-        if not _by_handle(part):
+        if not isinstance(part, PackRef):
             return part
         pack = part.pack
         root = (pack.namespace, pack.edits.root or root_of(pack.text))
@@ -173,11 +175,6 @@ def with_errata(turns: Sequence[Turn]) -> tuple[Turn, ...]:
         return replace(part, pack=lines, is_erratum=True)
 
     return tuple(turn.with_segments([shortened(part) for part in turn.segments]) for turn in turns)
-
-
-def _by_handle(segment: Segment) -> TypeGuard[PackRef]:
-    """Whether a handle brought `segment`; a recognised text stays in place, like other text."""
-    return isinstance(segment, PackRef) and not segment.recognised
 
 
 def with_instruction(turns: Sequence[Turn], text: str) -> tuple[Turn, ...]:

@@ -80,11 +80,6 @@ class Span:
         return self.reference.pack
 
     @property
-    def recognised(self) -> bool:
-        """Whether the message held the text itself."""
-        return self.reference.recognised
-
-    @property
     def errata_tokens(self) -> int:
         """Number of tokens of the pack that belong to errata."""
         if self.reference.is_erratum:
@@ -122,12 +117,7 @@ class Prompt:
     @property
     def pack_tokens(self) -> int:
         """Number of tokens that packs deliver in place of text."""
-        return sum(len(span) for span in self.spans if not span.recognised)
-
-    @property
-    def recognised_tokens(self) -> int:
-        """Number of tokens that were sent as text and recognised as packs."""
-        return sum(len(span) for span in self.spans if span.recognised)
+        return sum(map(len, self.spans))
 
     def owned(self, start: int, stop: int) -> Iterator[tuple[int, int, str]]:
         """Yield the tokens `start:stop` in parts, each with the namespace of its pack, else with `owner`."""

@@ -116,6 +116,6 @@ def _parts(plan: Plan, region: Region, known: int) -> Iterator[tuple[int, int, s
 def _what(plan: Plan, start: int, stop: int) -> str:
     """A description of the tokens `start:stop`: the packs in them, or that they are text."""
     spans = [span for span in plan.prompt.spans if span.start < stop and start < span.stop]
-    names = [f"{span.handle}{' (recognised)' if span.recognised else ''} {span.pack.text[:32]!r}" for span in spans]
+    names = [f"{span.handle} {span.pack.text[:32]!r}" for span in spans]
     is_all = len(spans) == 1 and spans[0].start <= start and stop <= spans[0].stop
     return "text" if not names else ", ".join(names if is_all else ["text", *names])

@@ -60,8 +60,6 @@ class Usage:
     """Generated tokens, including the end-of-turn token."""
     ttft_s: float
     """Seconds from the call to the first token, without those before a stream is first read."""
-    recognised_tokens: int = 0
-    """Tokens of `prompt_tokens` in which packs were recognised by their text."""
     approximate_tokens: int = 0
     """Tokens whose KV an approximate composer made; 0 unless one was asked for."""
     unread_packs: int = 0
@@ -281,11 +279,10 @@ def usage_of(plan: Plan, stream: TokenStream, completion: int, ttft: float) -> U
         computed_tokens=stream.computed_tokens,
         completion_tokens=completion,
         ttft_s=ttft,
-        recognised_tokens=prompt.recognised_tokens,
         approximate_tokens=stream.approximate_tokens,
         unread_packs=prompt.unread,
         unresolved_handles=prompt.unresolved,
-        errata_tokens=sum(span.errata_tokens for span in prompt.spans if not span.recognised),
+        errata_tokens=sum(span.errata_tokens for span in prompt.spans),
         state_bytes=stream.state_bytes,
         choice=plan.choice,
     )

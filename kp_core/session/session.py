@@ -451,7 +451,7 @@ class Session(Shared):
                 self.when_idle(steps)
 
     def _compile(self, learned: Learned, request: Request) -> None:
-        """Compile recognised packs for their positions, in the background, for the next request."""
+        """Compile packs for their positions, in the background, for the next request."""
         if request.view is None or "kv" not in self.supports:
             return
         put = request.view.source.put_again  # Its text may be removed before the engine is idle.

@@ -136,16 +136,13 @@ class PacketComposer(MeasuredComposer):
         for start, (end, span) in wrapped.items():
             ids += (*prompt.token_ids[copied:start], *span.pack.token_ids)
             copied = end
-        first, spans, texts = min(wrapped), list[Span](), list[Span]()
+        spans = list[Span]()
         # A message may begin at the start of a pack, never inside it.
         inside = {at for start, (end, _) in wrapped.items() for at in range(start + 1, end)}
         for span in prompt.spans:
             end, laid = wrapped.get(span.start, (span.stop, span))
-            # Behind soft tokens nothing is stored for a text.
-            (texts if span.recognised and span.start > first else spans).append(
-                replace(laid, start=place(span.start), stop=place(end))
-            )
-        texts += [
+            spans.append(replace(laid, start=place(span.start), stop=place(end)))
+        texts = [
             replace(span, start=place(span.start), stop=place(span.stop))
             for span in prompt.as_text
             if span.start not in inside

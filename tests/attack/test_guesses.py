@@ -31,15 +31,6 @@ def edited(engine, store, text):
     engine.generate(f"{handle}\n\nWho?", view=store.view("geo"), max_tokens=3)
 
 
-def learned(engine, store, text):
-    """A second pack is compiled for where it is met again: behind the first."""
-    for each in (text, SECOND):
-        store.put(engine.build_pack(each, namespace="geo"))
-    for number in range(3):
-        engine.generate(f"{text}\n\n{SECOND}\n\nWho {number}?", view=store.view("geo"), max_tokens=3)
-        engine.when_idle(lambda: None).result(60)
-
-
 def behind(text):
     """A place in a message of one's own, behind this text."""
     return [{"role": "user", "content": f"{text}\n\n{{pack}}"}]
@@ -56,7 +47,7 @@ def rebuilt(engine, store, text):
     store.put(amend(pack, "first", "third", engine, compiled_for=behind(text)))
 
 
-@pytest.mark.parametrize("ask", [in_place, edited, learned, built, rebuilt], ids=lambda ask: ask.__name__)
+@pytest.mark.parametrize("ask", [in_place, edited, built, rebuilt], ids=lambda ask: ask.__name__)
 @pytest.mark.parametrize(
     ("namespace", "step"),
     [("hr", 3), *(pytest.param(each, 1, marks=pytest.mark.slow) for each in (None, "hr"))],

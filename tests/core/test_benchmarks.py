@@ -24,7 +24,6 @@ from benchmarks import (
     objects,
     packets,
     questions,
-    recognition,
     routing,
     scale,
     searches,
@@ -274,13 +273,6 @@ def test_copies_are_as_near_to_each_other_as_paragraphs_are() -> None:
     assert 0.5 < np.median(cosines) < 0.9
     assert scale.nearest(vectors, vectors[[3, 70]], 2)[1][0] == 70
     assert np.array_equal(scale.blurred(real, 10), real[:10])
-
-
-def test_recognition(tmp_path: Path) -> None:
-    arguments = ("--data", data("wiki_passages.jsonl"), "--packs", "300", "--tokens", "900", "--repeats", "3")
-    stores = run(recognition, tmp_path, *arguments)["stores"]
-    assert [row["found"] > 0 for row in stores.values()] == [True, True, False]
-    assert all(row["packs"] == 300 for row in stores.values())
 
 
 @pytest.mark.slow

@@ -2,11 +2,10 @@
 
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 
-from benchmarks import agent, chains, common, grammar, stuffing
+from benchmarks import agent, chains, common, grammar
 
 pytestmark = pytest.mark.slow
 
@@ -33,20 +32,6 @@ def test_agent(run, capsys):
     assert sent["packs"][1] == sent["packs"][2]
     assert [step["computed_tokens"] for step in steps["none"]] == sent["none"]
     assert "longest to shortest: 1.000" in capsys.readouterr().out
-
-
-def test_stuffing(run, tmp_path):
-    facts = Path(__file__).parents[2] / "cookbooks" / "demo" / "facts.jsonl"
-    rows = [json.loads(line) for line in facts.read_text().splitlines()]
-    # Facts of the demo are shorter than what is recognised, so five make a passage.
-    passages = [" ".join(row["text"] for row in rows[at : at + 5]) for at in range(0, 40, 5)]
-    data = tmp_path / "passages.jsonl"
-    data.write_text("".join(json.dumps({"title": text.split(".")[0], "text": text}) + "\n" for text in passages))
-    figures = run(stuffing, "--data", str(data), "--subjects", "2", "--documents", "2")
-    found = {(row["recognise"], row["question"]): row for row in figures["rows"]}
-    assert found[False, 2]["recognised_tokens"] == 0 < found[True, 1]["recognised_tokens"]
-    # The engine reuses what both questions begin with either way.
-    assert found[True, 2]["computed_tokens"] <= found[False, 2]["computed_tokens"]
 
 
 def test_grammar(run):

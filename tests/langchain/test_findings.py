@@ -40,7 +40,7 @@ def chat(store, **fields):
 @pytest.mark.parametrize("engine", [None, "tiny"])
 def test_a_handle_inside_a_fact_is_not_followed_when_the_fact_goes_as_text(engine, content, store):
     inner = put(store, "The inner secret.")
-    fact = Fact(f"See {inner}.", namespace="mine")  # Shorter than what is recognised.
+    fact = Fact(f"See {inner}.", namespace="mine")
     held = MemoryFactStore(LetterEmbedder())
     held.add([fact])
     retriever = KnowledgePackRetriever(

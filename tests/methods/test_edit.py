@@ -151,7 +151,7 @@ def test_in_a_conversation_the_new_handle_brings_its_erratum_alone(
     shown = engine.template.text(engine.prefill(talk, view=store.view("mill")).prompt)
     assert shown.count(TEXT) == 1
     assert shown.index(made.edits.errata[0]) < shown.index(again.edits.errata[0])
-    # The text of an earlier version is no handle: what is recognised, and what is not, give the same prompt.
+    # The text of an earlier version is no handle.
     sent = [{"role": "user", "content": f"{TEXT}{ASKED}"}, *talk[1:3]]
     assert engine.template.text(engine.prefill(sent, view=store.view("mill")).prompt).count(TEXT) == 2
 

@@ -13,7 +13,6 @@ from kp_core.packs import blobs
 from kp_core.packs.entry import Entry
 from kp_core.packs.pack import common_length
 from kp_core.plan.composer import composer_of
-from kp_core.plan.request import Request
 from kp_core.steering import Steering
 from kp_methods import PacketComposer, SpliceComposer
 from kp_methods.packet.composer import SHIPPED
@@ -140,18 +139,6 @@ def test_steered_packs_are_computed(isles):
     exact = engine.prefill(question, **plain(options), steering=steering)
     assert found.usage.approximate_tokens == 0
     assert torch.equal(found.logits, exact.logits)
-
-
-def test_packs_that_go_as_text_keep_their_owners_behind_wrapped_ones(isles):
-    engine, store, options, question = isles
-    recognised = "A fourth island, which lies behind all others, has neither harbour nor light, nor any path."
-    store.put(engine.build_pack(recognised, namespace="isles"))
-    plan = engine._plan(f"{question}\n\n{recognised}\n\nWhy?", Request.of(options))
-    [text] = plan.prompt.as_text
-    assert engine.tokenizer.decode(plan.prompt.token_ids[text.start : text.stop]) in recognised
-    assert len(text) > len(recognised) / 2
-    owned = [(start, stop) for start, stop, owner in plan.prompt.owned(0, len(plan.prompt)) if owner]
-    assert (text.start, text.stop) in owned
 
 
 def test_explain_and_the_limit_count_soft_tokens(isles):

@@ -175,17 +175,6 @@ def test_packs_of_the_same_model_in_other_numerics(adapter, store):
 
 
 @either
-def test_counts_of_what_was_recognised(adapter, store):
-    text = "A long fact of the isles, word for word.\n" * 8
-    store.put(tiny_engine().build_pack(text, namespace="open"))
-    fields = {"engine": tiny_engine(), "store": store, "namespaces": ["open"], "max_tokens": 1}
-    usages = [ask(adapter, f"{text}\nWho?", fields, recognise=known)[1] for known in (True, False)]
-    assert usages[0]["prompt_tokens"] == usages[1]["prompt_tokens"]
-    assert all({"recognised_tokens", "approximate_tokens"} <= usage.keys() for usage in usages)
-    assert usages[1]["recognised_tokens"] == 0
-
-
-@either
 def test_a_store_may_be_a_path_or_anything_that_acts_as_one(adapter, tmp_path):
     made = ADAPTERS[adapter](store=str(tmp_path / "packs"), namespaces=["open"])
     assert isinstance(made.store, PackStore)

@@ -134,7 +134,7 @@ def test_by_default_it_is_kept_when_it_is_met_twice(stored):
 def test_what_was_met_as_text_is_kept_the_first_time_as_packs(stored):
     """As a retriever sends documents: as text until their packs are compiled."""
     engine, store, handles = stored
-    ask(engine, store, "\n\n".join(TEXTS) + QUESTION, recognise=False)
+    ask(engine, store, "\n\n".join(TEXTS) + QUESTION)
     message = "\n\n".join(handles) + QUESTION
     assert ask(engine, store, message).usage.computed_tokens == 0
     engine.when_idle(lambda: None).result()

@@ -2,7 +2,6 @@
 
 import json
 import stat
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -10,11 +9,9 @@ import pytest
 
 from kp_core import Packs, PackView
 from kp_core.errors import OptionError, PackError, PackNotFoundError, PromptError
-from kp_core.packs.blobs import FolderBlobs
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.store import PackStore
-from tests.conftest import until
 from tests.core.packs.made import FINGERPRINT, UNKNOWN, Watched, entry_of, files_of, flip, make_pack, same, snapshot
 
 OTHER_MODEL = replace(FINGERPRINT, weights="b")
@@ -221,7 +218,6 @@ def test_a_store_of_release_02_keeps_its_texts_and_says_once_that_kv_is_computed
     for _ in range(2):
         assert same(store.get(handle), KnowledgePack(text, "paris-1889", (), Prefix(), UNKNOWN))
     assert list(store) == [handle]
-    assert dict(store.texts(["paris-1889"])) == {handle: text}
     assert list(store.verify()) == []
     assert snapshot(store) == before, "nothing is deleted"
     assert caplog.text.count("holds KV of release 0.2, which is computed again from its texts") == 1
@@ -369,58 +365,3 @@ def test_the_token_of_changes(tmp_path):
     blobs.done.clear()
     assert store.changes == tokens[-1]
     assert blobs.done == ["stat"]
-
-
-def test_texts_that_are_not_known_yet(store):
-    handles = {text: store.put(make_pack(text, space)) for space in ("geo", "art") for text in (f"{space} a", "b")}
-    assert dict(store.texts(["geo"])) == {handles["geo a"]: "geo a", store.handle("b", "geo"): "b"}
-    assert dict(store.texts(["art", "geo", "none"], set(handles.values()))) == {store.handle("b", "geo"): "b"}
-    files_of(store, handles["geo a"])[1].write_text("not the text of this handle")
-    assert dict(store.texts(["geo"])) == {store.handle("b", "geo"): "b"}
-
-
-def test_of_known_packs_nothing_is_read(tmp_path):
-    blobs = Watched(tmp_path)
-    store = PackStore(blobs)
-    known = {store.put(make_pack(f"text {number}")) for number in range(3)}
-    new = store.put(make_pack("new"))
-    (tmp_path / "packs" / "geo" / new.id[:2] / "notes.txt").write_text("not ours")
-    blobs.done.clear()
-    assert dict(store.texts(["geo"], known)) == {new: "new"}
-    assert blobs.done == ["list", "read"]
-
-
-def test_texts_that_are_far_are_read_at_once(tmp_path):
-    together = threading.Barrier(4)
-
-    class Far(FolderBlobs):
-        is_far = True
-
-        def read(self, key, *args):
-            if key.endswith(".txt"):
-                together.wait(20)  # Breaks unless four reads are under way.
-            return super().read(key, *args)
-
-    near = PackStore(tmp_path, secret="5e" * 32)
-    handles = {near.put(make_pack(f"text {number}")): f"text {number}" for number in range(4)}
-    assert dict(PackStore(Far(tmp_path), secret="5e" * 32).texts(["geo"])) == handles
-
-
-def test_no_message_waits_for_all_texts_that_are_far(tmp_path):
-    """They stay text until they are read, which goes on behind the answer."""
-    arrived, text = threading.Event(), "The bell of Tarn was cast in 1811 from a sunken cannon, and it rings at noon."
-
-    class Slow(FolderBlobs):
-        is_far = True
-
-        def read(self, key, *args):
-            if key.endswith(".txt"):
-                assert arrived.wait(60)
-            return super().read(key, *args)
-
-    handle = PackStore(tmp_path, secret="5e" * 32).put(make_pack(text))
-    store = PackStore(Slow(tmp_path), secret="5e" * 32)
-    for _ in range(2):
-        assert store.recogniser.find_packs(store, f"{text} When?", ["geo"]) == []
-    arrived.set()
-    until(lambda: store.recogniser.find_packs(store, f"{text} When?", ["geo"]) == [(0, len(text), handle)])
