@@ -33,7 +33,7 @@ _COMMANDS = {
     "search": ("searching", "Find the facts nearest to a question."),
     "ask": ("asking", "Answer from a collection: one question, or one after another."),
     "play": ("play", "A page in the browser: packs and text side by side."),
-    "status": ("checking", "What a collection, store or entry holds; with --cost, what packs would take."),
+    "status": ("checking", "What a collection, store or entry holds."),
     "verify": ("checking", "Check that a collection, a store of packs or an entry of one can be trusted."),
     "doctor": ("doctor", "Machine, packages, whether a model is supported, and where storing KV pays."),
     "serve": ("serving", "Serve a model with its packs to a team, on vLLM."),
@@ -45,6 +45,7 @@ _COMMANDS = {
 
 _NO_VACUUM = "`chroma vacuum --path COLLECTION` is Chroma's own command"
 _KEYS = "keys are in the variable KP_API_KEYS (`kp serve --help`)"
+_RENDERED = "no model renders packs there; `kp ask --explain` shows a prompt with its packs"
 _GONE = {
     "add": "use `kp build COLLECTION [FILE...] [--fact TEXT]`",
     "ask --order": "packs stand as they are found",
@@ -59,8 +60,9 @@ _GONE = {
     "mcp": "give your agent a search tool (docs/agents.md), or a server of `kp serve --facts`",
     "remove --vacuum": _NO_VACUUM,
     "remove --no-vacuum": _NO_VACUUM,
-    "size": "use `kp status PATH... --cost`",
+    **dict.fromkeys(("size", "status --cost"), "`kp build COLLECTION --compile` says it before it compiles"),
     "status --watch": "use `watch kp status PATH`",
+    **dict.fromkeys(("verify --template", "verify --no-template", "verify --model"), _RENDERED),
     "steer calibrate": "use `python -m benchmarks.steering_range FILE` of the repository",
 }
 """Commands and options of earlier releases, and what to use instead."""

@@ -7,20 +7,17 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from kp_cli import waiting
-from kp_cli.knowledge import SourceOptions
 from kp_cli.shared import (
     JsonFlag,
-    ModelOptions,
     PlaceOptions,
     TargetPath,
-    counted,
     is_collection,
     is_store,
     spread,
@@ -30,55 +27,35 @@ from kp_cli.shared import (
 from kp_core import PackStore
 from kp_core.banks import ChromaFactStore
 from kp_core.banks.client import is_url
-from kp_core.banks.compiling import compile_cost, estimate_units
-from kp_core.banks.delivery import Delivery, Unit
-from kp_core.banks.store import BANK_SIZE
+from kp_core.banks.delivery import Delivery
 from kp_core.bundled import cache_directory, converted_folders
-from kp_core.errors import FactError, FactStoreLockedError, KnowledgePackError, PackError
-from kp_core.packs.codec import Compression
+from kp_core.errors import FactError, FactStoreLockedError, PackError
 from kp_core.packs.entry import EntryFile, open_entry
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.store import default_room
-from kp_core.session.session import Session
 
 __all__ = ["status", "verify"]
 
 _MOST_ROWS = 20
 _HINT = "`kp build COLLECTION FILE...` makes a collection."
-_QUESTION = "What is known about this?"
 _COUNTS = ("packs", "with_kv", "tokens", "bytes")
 
 
 @spread
-def status(  # noqa: PLR0913 - one parameter per option or group of options
-    paths: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[PATH...]", help="A collection, a store or an entry of one; --cost: or texts."),
+def status(
+    path: Annotated[
+        str | None, typer.Argument(metavar="[PATH]", help="A collection, a store of packs or an entry of one.")
     ] = None,
     *,
-    cost: Annotated[
-        bool, typer.Option("--cost", help="Tokens, disk and minutes that packs of a collection or of files would take.")
-    ] = False,
-    unit: Annotated[Unit, typer.Option(help="What a pack of --cost holds.")] = "fact",
     options: PlaceOptions,
-    model: ModelOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Show what it holds: facts, namespaces, embedder, banks; what is compiled, from where, how large, and when it was
     last used, the latest first. `used` is written once a minute, and when a process ends.
 
     Without a path: models that were unpacked into the cache folder.
-
-    --cost counts tokens on a sample of 256 packs, and measures bytes and minutes by compiling eight. It stores nothing.
     """
-    if not paths:
-        report, shown = _about_models()
-    elif cost:
-        report, shown = _cost(paths, unit, options, model)
-    elif len(paths) > 1:
-        raise typer.BadParameter(f"Got {len(paths)} paths; expected one, or --cost.")
-    else:
-        report, shown = _about(paths[0], options)
+    report, shown = _about_models() if path is None else _about(path, options)
     tell(report, Group(*shown), as_json=as_json)
 
 
@@ -117,42 +94,30 @@ def _about(path: str, options: PlaceOptions) -> tuple[dict[str, Any], list[Rende
 
 
 @spread
-def verify(  # noqa: PLR0913 - one parameter per option or group of options
+def verify(
     path: TargetPath,
     *,
     repair: Annotated[bool, typer.Option("--repair", help="Repair what is wrong.")] = False,
-    template: Annotated[bool, typer.Option(help="Check packs against the model's chat template, too.")] = True,
     options: PlaceOptions,
-    model: ModelOptions,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check counts, a sample of vectors, banks and packs, and that a prompt with a pack's handle is byte for byte that
-    with its text. Names packs that no fact uses any more. Exit code 3 if something is wrong.
+    """Check counts, a sample of vectors, banks and packs. Names packs that no fact uses any more. Exit code 3 if
+    something is wrong.
     """
     # This command reports what opening would log.
     logging.getLogger("kp_core").setLevel(logging.ERROR)
     with waiting("Checking"):
         faults, orphans, packs = _check(path, options)
-    left = faults
-    if repair and faults:
-        lost = _repair(path, options, packs)
-        left, orphans, packs = _check(path, options)
-        left += lost
-    counts = {"checked": 0, "other_model": 0}
-    if template and is_store(packs) and len(store := PackStore(packs)):
-        session = model.load()
-        with waiting("Rendering packs"):
-            different = _check_template(session, store, counts)
-        faults, left = faults + different, left + different
+        left = faults
+        if repair and faults:
+            lost = _repair(path, options, packs)
+            left, orphans, _ = _check(path, options)
+            left += lost
     report = {"path": path, "wrong": faults, "repaired": repair and bool(faults), "left": left}
     lines = []
     if orphans:
         named = ", ".join(orphans)
         lines.append(f"Packs that no fact uses any more: {named}; `kp remove {path} --unused` removes them.")
-    if checked := counts["checked"]:
-        lines.append(f"Packs that were rendered in a prompt, by handle and by text: {checked}.")
-    if other := counts["other_model"]:
-        lines.append(f"Packs of another model, not rendered: {other}; name it with --model.")
     lines += [f"✗ {fault}" for fault in faults]
     if not faults:
         lines.append("Nothing is wrong.")
@@ -160,7 +125,7 @@ def verify(  # noqa: PLR0913 - one parameter per option or group of options
         lines.append(f"`kp verify {path} --repair` repairs what it can.")
     else:
         lines.append(f"Not repaired: {len(left)}." if left else "All of it was repaired.")
-    tell({**report, "template": counts, "orphans": orphans}, "\n".join(lines), as_json=as_json)
+    tell({**report, "orphans": orphans}, "\n".join(lines), as_json=as_json)
     if left:
         raise typer.Exit(3)
 
@@ -209,46 +174,6 @@ def _repair(path: str, options: PlaceOptions, packs: str) -> list[str]:
             except PackError as error:
                 lost.append(f"The pack {handle}: {error}")
     return lost
-
-
-def _check_template(session: Session, store: PackStore, counts: dict[str, int]) -> list[str]:
-    """Render a question behind each pack's handle and behind its text; bytes and tokens must be the same.
-
-    Packs of a model with another tokenizer or chat template are counted, but not checked. Returns the faults.
-    """
-    expected, faults = session.fingerprint, list[str]()
-    for handle in store:
-        pack = store.peek(handle)
-        if pack is None:
-            continue
-        fingerprint = pack.fingerprint
-        if (fingerprint.tokenizer, fingerprint.chat_template) != (expected.tokenizer, expected.chat_template):
-            counts["other_model"] += 1
-            continue
-        counts["checked"] += 1
-        try:
-            reason = _difference(session, store, str(handle), pack)
-        except KnowledgePackError as error:
-            reason = str(error)
-        if reason:
-            faults.append(f"The pack {handle}: {reason}")
-    return faults
-
-
-def _difference(session: Session, store: PackStore, handle: str, pack: KnowledgePack) -> str | None:
-    template, view = session.template, store.view(pack.namespace)
-    prompt = template.render(f"{handle}\n\n{_QUESTION}", view=view)
-    text_prompt = template.render(f"{pack.text}\n\n{_QUESTION}")
-    if prompt.rendered.encode() != text_prompt.rendered.encode():
-        return "a prompt with its handle is rendered differently from one with its text."
-    if prompt.token_ids != text_prompt.token_ids:
-        return "a prompt with its handle has other tokens than one with its text."
-    # The last tokens of a pack for the system message differ from those in a user message.
-    for rendered in (prompt, template.render(f"{handle}\n\n{_QUESTION}", view=view, placement="system")):
-        template.verify(rendered)
-        if any(rendered.token_ids[span.start : span.stop] == pack.token_ids for span in rendered.spans):
-            return None
-    return "its tokens are those of its text at no position of the template; it is computed again at each use."
 
 
 def _read_entry(path: str) -> EntryFile:
@@ -345,31 +270,3 @@ def _ago(moment: float | None) -> str:
     seconds = max(0.0, time.time() - moment)
     units = (("d", 86400), ("h", 3600), ("min", 60))
     return next((f"{seconds // size:.0f} {name} ago" for name, size in units if seconds >= size), "now")
-
-
-def _cost(
-    paths: list[str], unit: Unit, options: PlaceOptions, model: ModelOptions
-) -> tuple[dict[str, Any], list[RenderableType]]:
-    """Tokens, bytes on disk for each way of storing KV, and minutes to compile, for this model on this machine."""
-    if len(paths) == 1 and is_collection(paths[0]):
-        with options.open(paths[0], read_only=True) as collection:
-            facts, banks = list(collection.facts()), collection.bank_size
-    else:
-        facts, banks = list(SourceOptions().facts([Path(path) for path in paths], [])), BANK_SIZE
-    units = [fact.text for fact in estimate_units(facts, unit, banks)]
-    session, table = model.load(), Table("stored as", "MB on disk", "minutes to compile")
-    report: dict[str, Any] = {"facts": len(facts), "packs": len(units), "stored": {}}
-    report["text_bytes"] = sum(len(text.encode()) for text in units)
-    report |= {"model": session.name, "bytes_per_token": session.bytes_per_token}
-    for kind in get_args(Compression):
-        with waiting("Measuring"):
-            tokens, nbytes, seconds = compile_cost(units, session, compress=kind)
-        report["tokens"] = tokens
-        report["stored"][kind] = {"packs": len(units), "tokens": tokens, "nbytes": nbytes, "seconds": seconds}
-        table.add_row(kind, f"{nbytes / 1e6:,.1f}", f"{seconds / 60:.1f}")
-    table.add_row("lazy: text, KV at first use", f"{report['text_bytes'] / 1e6:,.1f}", "0")
-    message = (
-        f"{counted(len(facts), 'fact')}: {counted(len(units), 'pack')} of {report['tokens']:,} tokens, "
-        f"{session.bytes_per_token:,} bytes of KV each; the text has {report['text_bytes'] / 1e6:,.2f} MB."
-    )
-    return report, [message, table]

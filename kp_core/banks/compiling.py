@@ -25,7 +25,7 @@ from kp_core.packs.view import Packs
 from kp_core.plan.request import CompiledFor
 from kp_core.session.session import Session
 
-__all__ = ["Unit", "compile_cost", "compile_facts", "estimate_units", "find_compiled", "open_facts", "provenance_of"]
+__all__ = ["Unit", "compile_cost", "compile_facts", "find_compiled", "open_facts", "provenance_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -194,16 +194,6 @@ def _size(pack: KnowledgePack) -> int:
     return encode_entry(
         Entry.of_pack(handle, pack.fingerprint, pack.prefix, pack.token_ids), pack.kv, pack.compression
     ).nbytes
-
-
-def estimate_units(facts: Iterable[Fact], unit: Unit, bank_size: int) -> list[Fact]:
-    """Return the units that facts of no store will make, to estimate their cost; banks are consecutive facts."""
-    groups = defaultdict[object, list[str]](list)
-    unique = dict.fromkeys((fact.namespace, fact.source if unit == "document" else "", fact.text) for fact in facts)
-    for number, (space, source, text) in enumerate(unique):
-        key = {"fact": number, "bank": number // bank_size, "document": source or number}[unit]
-        groups[space, key].append(text)
-    return [Fact("\n".join(texts), namespace=key[0]) for key, texts in groups.items()]  # type: ignore[index]
 
 
 def provenance_of(fact: Fact, unit: Unit) -> dict[str, str]:

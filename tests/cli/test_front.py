@@ -186,10 +186,8 @@ def test_what_a_newcomer_meets_fits_80_columns_and_says_what_to_do_next(
         ("status", "bank"),
         asked,
         (*asked, "--explain"),
-        ("status", "--cost", "bank", *TINY),
-        ("status", "bank"),
     ]
-    screens += [("doctor", *TINY), ("search", "bank", "Which bird?"), ("verify", "bank", *TINY)]
+    screens += [("doctor", *TINY), ("search", "bank", "Which bird?"), ("verify", "bank")]
     for screen in screens:
         code, out, _ = kp(*screen)
         assert (code, wide(out)) == (0, []), screen
@@ -257,19 +255,3 @@ def test_the_second_question_computes_less(kp: Kp, bank: Path) -> None:
     code, _, err = kp(*asked, "--kv", "auto")
     assert code == 2
     assert "'auto' is not one of 'stored', 'lazy'" in " ".join(err.replace("│", " ").split())
-
-
-def test_size_says_what_packs_take_before_there_are_any(kp: Kp, bank: Path) -> None:
-    about = as_json(kp("status", "--cost", "bank", *TINY, "--json"))
-    assert (about["facts"], about["packs"]) == (4, 4)
-    assert about["stored"]["none"]["nbytes"] > about["tokens"] * about["bytes_per_token"] > 0
-    assert about["stored"]["lossless"]["nbytes"] < about["stored"]["none"]["nbytes"]
-    assert not (bank / "packs").exists()
-    files = as_json(kp("status", "--cost", "facts.jsonl", *TINY, "--json"))
-    assert files["tokens"] == about["tokens"]
-    for unit in ("document", "bank"):
-        one = as_json(kp("status", "--cost", "facts.jsonl", "--unit", unit, *TINY, "--json"))
-        assert (one["packs"], one["tokens"]) == (1, pytest.approx(about["tokens"], abs=16))
-    code, out, _ = kp("status", "--cost", "facts.jsonl", *TINY)
-    assert (code, f"4 packs of {about['tokens']:,} tokens" in out) == (0, True)
-    assert kp("status", "--cost", "nothing.txt", *TINY)[0] == 1

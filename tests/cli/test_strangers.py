@@ -118,7 +118,7 @@ def test_a_server_is_a_place_as_well(kp: Kp, tmp_path: Path, emptied: str) -> No
     assert (hit["source"], hit["bank"]) == ("facts.txt", "default/0")
     assert kp("ask", emptied, QUESTION, "-k", "1", *TINY)[0] == 0
     assert as_json(kp("status", emptied, "--json"))["packs"]["packs"] == 1
-    assert kp("verify", emptied, "--no-template")[0] == 0
+    assert kp("verify", emptied)[0] == 0
     code, out, _ = kp("remove", emptied, "--source", "facts.txt")
     assert (code, "packs: 1; facts left: 0." in out) == (0, True)
     assert "`chroma vacuum --path FOLDER` on its server" in out

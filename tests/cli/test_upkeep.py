@@ -117,7 +117,7 @@ def test_packs_of_an_old_text_go_with_it(kp: Kp, bank: Path) -> None:
 
 def test_verify_repairs_vectors_and_names_packs_that_no_fact_uses(kp: Kp, bank: Path) -> None:
     assert kp(*COMPILE)[0] == 0
-    verify = ("verify", "bank", *TINY)
+    verify = ("verify", "bank")
     assert as_json(kp(*verify, "--json"))["orphans"] == []
     with ChromaFactStore(bank) as facts:
         facts.delete(["bread"])
@@ -149,13 +149,13 @@ def test_verify_looks_at_the_database_and_the_packs(kp: Kp, bank: Path) -> None:
     data = bytearray(pack.read_bytes())
     data[-5] ^= 1
     pack.write_bytes(data)
-    code, out, _ = kp("verify", "bank", *TINY)
+    code, out, _ = kp("verify", "bank")
     assert (code, "The pack kp:default/" in out) == (3, True)
-    assert kp("verify", "bank", "--repair", *TINY)[0] == 0
-    assert kp("verify", "bank", *TINY)[0] == 0
+    assert kp("verify", "bank", "--repair")[0] == 0
+    assert kp("verify", "bank")[0] == 0
     (bank / "chroma.sqlite3").write_bytes(b"garbage" * 999)
     # In a process of its own, as Chroma remembers the files it has opened.
-    with started("verify", str(bank), "--no-template", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with started("verify", str(bank), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert b"is no database, or damaged" in process.communicate()[0]
         assert process.returncode == 3
 

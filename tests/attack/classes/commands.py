@@ -88,7 +88,7 @@ def _arguments(draw: Random, folder: Path, handles: list[str]) -> list[str]:
             ["search", place, said(), *where, *space, *count, *(["--probes", draw.choice(_NUMBERS)] if draw.random() < 0.2 else [])],
             ["search", "bank", said(), *where, *draw.choice(([], ["--lexical"]))],
             ["ask", place, said(), *where, *count, *_TINY, *draw.choice(([], ["--text"], ["--explain"], ["--composer", said()]))],
-            ["status", place], ["verify", place, "--no-template"], ["verify", "bank", "--repair", "--no-template"],
+            ["status", place], ["verify", place], ["verify", "bank", "--repair"],
             ["remove", place, draw.choice(ids), *where], ["remove", "bank", "--source", said(), "--dry-run"],
             ["build", place, "--fact", said(), *space, *draw.choice(([], ["--id", said()], ["--title", said()], ["--ttl", draw.choice(_NUMBERS)]))],
             ["build", "bank", "--fact", said(), "--id", draw.choice(ids), "--replace"],
