@@ -46,6 +46,10 @@ _COMMANDS = {
 _NO_VACUUM = "`chroma vacuum --path COLLECTION` is Chroma's own command"
 _KEYS = "keys are in the variable KP_API_KEYS (`kp serve --help`)"
 _RENDERED = "no model renders packs there; `kp ask --explain` shows a prompt with its packs"
+_SERVER = (
+    "a token is in Chroma's own variables (CHROMA_CLIENT_AUTH_PROVIDER, CHROMA_CLIENT_AUTH_CREDENTIALS), a tenant or "
+    "database of a server in `ChromaFactStore(URL, tenant=..., database=...)`"
+)
 _GONE = {
     "add": "use `kp build COLLECTION [FILE...] [--fact TEXT]`",
     "ask --order": "packs stand as they are found",
@@ -63,6 +67,11 @@ _GONE = {
     **dict.fromkeys(("size", "status --cost"), "`kp build COLLECTION --compile` says it before it compiles"),
     "status --watch": "use `watch kp status PATH`",
     **dict.fromkeys(("verify --template", "verify --no-template", "verify --model"), _RENDERED),
+    **{
+        f"{command} --{option}": _SERVER
+        for command in ("build", "edit", "remove", "search", "ask", "status", "verify")
+        for option in ("tenant", "database", "header")
+    },
     "steer calibrate": "use `python -m benchmarks.steering_range FILE` of the repository",
 }
 """Commands and options of earlier releases, and what to use instead."""

@@ -145,12 +145,6 @@ class PlaceOptions:
             "cache folder for a collection on a server.",
         ),
     ] = None
-    tenant: Annotated[str | None, typer.Option(help="Tenant on the Chroma server.")] = None
-    database: Annotated[str | None, typer.Option(help="Database on the Chroma server.")] = None
-    header: Annotated[
-        list[str] | None,
-        typer.Option(metavar="'NAME: VALUE'", help="Header for the Chroma server; may be repeated."),
-    ] = None
 
     def open(
         self,
@@ -168,20 +162,7 @@ class PlaceOptions:
             collections = [name for name in siblings(path) if is_fact_store(Path(name))]
             shown = path.resolve() if place in (".", "..") else place
             raise FactError(f"There is no collection in {shown}. {did_you_mean(place, collections, hint)}")
-        chosen: dict[str, Any] = {"tenant": self.tenant, "database": self.database}
-        chosen |= {"headers": self._headers(place), "embedder": self._embedder()}
-        given = {name: value for name, value in chosen.items() if value is not None}
-        return ChromaFactStore(place, **given, **settings)
-
-    def _headers(self, place: str) -> dict[str, str] | None:
-        """The headers. Raises `FactError` for one without a colon, or for a folder."""
-        pairs = [pair.partition(":") for pair in self.header or ()]
-        for name, colon, _ in pairs:
-            if not colon or not name.strip():
-                raise FactError(f"Got --header {name!r}; expected 'NAME: VALUE', e.g. 'Authorization: Bearer TOKEN'.")
-        if pairs and not is_url(place):
-            raise FactError(f"Got --header for {place}, which is a folder; headers go to a server.")
-        return {name.strip(): value.strip() for name, _, value in pairs} or None
+        return ChromaFactStore(place, self._embedder(), **settings)
 
     def _embedder(self) -> SentenceTransformerEmbedder | None:
         if self.embedder in (None, "bundled"):
