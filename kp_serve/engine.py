@@ -192,7 +192,8 @@ class VLLMEngine:
                 ended, waiting = choice, tokens  # Hold the last tokens back until the usage comes.
             if usage := event.get("usage"):
                 details = usage.get("prompt_tokens_details") or {}
-                stream.computed_tokens = computed_before + usage["prompt_tokens"] - details.get("cached_tokens", 0)
+                stream.found_tokens = details.get("cached_tokens", 0)
+                stream.computed_tokens = computed_before + usage["prompt_tokens"] - stream.found_tokens
         if stream.limit.is_set():
             stream.finish = "cancelled"
             return

@@ -48,6 +48,8 @@ class TokenStream:
     def __init__(self, tokens: Callable[[TokenStream], Iterator[int]]) -> None:
         self.computed_tokens = 0
         """Tokens of the prompt that were prefilled; the KV of all others was available."""
+        self.found_tokens = 0
+        """Tokens of the prompt, from the first on, that were in memory when it began."""
         self.approximate_tokens = 0
         """Tokens of the prompt whose KV an approximate composer made."""
         self.state_bytes = 0

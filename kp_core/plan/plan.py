@@ -6,7 +6,7 @@ import bisect
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
@@ -21,10 +21,12 @@ from kp_core.plan.region import Region
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.steering import Scope, Steering
 
-__all__ = ["Limit", "Plan", "Region", "Sampling", "number", "plan_regions", "plan_steered"]
+__all__ = ["COMPUTED", "Limit", "Plan", "Region", "Sampling", "number", "plan_regions", "plan_steered"]
 
 _GAP_TOKENS = 64  # Maximum text between two packs of one composed region; longer text is a region of its own.
 
+COMPUTED = ("computed", "steered")
+"""Sources of KV that a forward pass makes."""
 _MOST_TOP = 20  # As OpenAI and vLLM.
 
 
@@ -177,6 +179,21 @@ class Plan:
         """Positions at which states of recurrent layers are kept, if any: the ends of packs, messages and regions."""
         packs = (span.stop for span in self.prompt.spans)
         return frozenset({*self.prompt.breaks, *packs, *(region.stop for region in self.regions)})
+
+    def sources(self, found: int) -> Iterator[tuple[int, int, str, Region]]:
+        """Yield the parts of the prompt as start, stop, source of their KV and region.
+
+        The prefix tree has the first `found` tokens (`tree`); stored entries are `kept`.
+        """
+        for region in self.regions:
+            at = min(max(found, region.start), region.stop)
+            source = "computed" if region.spans and region.lacks_kv else region.source
+            parts = [(region.start, at, "tree")]
+            for start, stop in self.entries if source == "computed" else ():
+                if at <= start and stop <= region.stop:
+                    parts += [(at, start, source), (start, stop, "kept")]
+                    at = stop
+            yield from ((*part, region) for part in [*parts, (at, region.stop, source)] if part[0] < part[1])
 
     @property
     def labels(self) -> Mapping[int, tuple[int, int]]:

@@ -108,6 +108,8 @@ class Prompt:
     """The namespace of all other tokens if they are the prefix of a pack to compile; empty in a conversation."""
     unread: int = field(default=0, compare=False)
     """Number of packs that the composer left out."""
+    roles: tuple[str, ...] = field(default=(), compare=False)
+    """The role of the message that begins at each of `breaks`."""
     unresolved: int = field(default=0, compare=False)
     """Number of handles that brought no pack and are plain text."""
 

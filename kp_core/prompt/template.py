@@ -233,7 +233,7 @@ class ChatTemplate:
         if stripped == text and (lost := self._lost(turns, marks_by_turn, places)):
             return self._prompt(self._shaper.moved(turns, lost), switches, add_generation_prompt=add_generation_prompt)
         # A template that treats marked text differently hides where packs are; they then go as text.
-        packs, break_chars = _places(references, text, places) if stripped == text else ([], [])
+        packs, begins = _places(references, text, places) if stripped == text else ([], {})
         if stripped != text:
             self._warn("packs cannot be found in its prompts, and go as text; what it leaves out is not noticed")
         encoded = self._encoder.encode(text)
@@ -256,8 +256,10 @@ class ChatTemplate:
                 last = first + len(ids)
             if last > first:
                 spans.append(Span(first, last, reference, (start, stop)))
-        breaks = tuple(sorted({encoded.token_at(char) for char in break_chars}))
-        return Prompt(encoded.ids, tuple(spans), breaks, text, as_text=tuple(texts))
+        roles = {encoded.token_at(char): turns[index].role for char, index in sorted(begins.items())}
+        breaks = tuple(sorted(roles))
+        by_break = tuple(roles[at] for at in breaks)
+        return Prompt(encoded.ids, tuple(spans), breaks, text, as_text=tuple(texts), roles=by_break)
 
     def _lost(
         self, turns: Sequence[Turn], marks: Sequence[Sequence[tuple[int, str]]], places: Mapping[str, list[int]]
@@ -425,8 +427,8 @@ def _unmarked(marked: str, sign: str) -> tuple[str, dict[str, list[int]]]:
 
 def _places(
     references: Sequence[PackRef], text: str, found: Mapping[str, list[int]]
-) -> tuple[list[tuple[int, int, PackRef]], list[int]]:
-    """Return where packs are, as `(start, stop, pack)` in characters of `text`, and where messages begin."""
+) -> tuple[list[tuple[int, int, PackRef]], dict[int, int]]:
+    """Return where packs are, as `(start, stop, pack)` in characters of `text`, and which turn begins where."""
     packs = []
     for number, reference in enumerate(references):
         begins, ends = found.get(f"b{number}"), found.get(f"e{number}")
@@ -437,7 +439,7 @@ def _places(
             start -= len(lead) if text[:start].endswith(lead) else 0
             stop += len(trail) if text.startswith(trail, stop) else 0
             packs.append((start, stop, reference))
-    return packs, [at for mark, positions in found.items() if mark[0] == "m" for at in positions]
+    return packs, {at: int(mark[1:]) for mark, positions in found.items() if mark[0] == "m" for at in positions}
 
 
 def _leading(text: str) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kp_core.plan.plan import Plan, Region
+from kp_core.plan.plan import COMPUTED, Plan
 
 __all__ = ["Explanation", "Row", "explain"]
 
@@ -48,6 +48,8 @@ class Explanation:
     """Whether reused KV has the same bits as computed KV."""
     choice: str = ""
     """The composer that was chosen, and why, if the request left that open."""
+    miss: str = ""
+    """See `Usage.miss`."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -79,38 +81,30 @@ class Explanation:
         rounding = "" if self.is_bitwise else "; what is reused may round differently from what would be computed"
         chosen = [f"composer: {self.choice}"] if self.choice else []
         last = f"{total}; the answer may take {self.token_budget} tokens{states}{rounding}"
-        return "\n".join([*lines, *chosen, last])
+        return "\n".join([*lines, *chosen, last + (f". {self.miss}" if self.miss else "")])
 
 
-def explain(
-    plan: Plan, found: int, seconds_per_token: float, state_bytes: int = 0, *, is_bitwise: bool = True
+def explain(  # noqa: PLR0913 - one for each part of it
+    plan: Plan,
+    found: int,
+    seconds_per_token: float,
+    state_bytes: int = 0,
+    *,
+    is_bitwise: bool = True,
+    miss: str = "",
 ) -> Explanation:
     """The explanation of `plan`, when the prefix tree has the first `found` tokens of its prompt.
 
     `seconds_per_token` is NaN when it is not known. `state_bytes` is that at each end of a pack or a message.
     """
     rows: list[Row] = []
-    for region in plan.regions:
-        tree_stop = min(max(found, region.start), region.stop)
-        parts = [(region.start, tree_stop, "tree"), *_parts(plan, region, tree_stop)]
-        for start, stop, source in parts:
-            if start < stop:
-                cost = seconds_per_token * (stop - start) if source in ("computed", "steered") else 0.0
-                method = region.composer.key if region.composer and source == "composed" else ""
-                description = _what(plan, start, stop)
-                rows.append(Row(start, stop, description, source, method, None if math.isnan(cost) else cost))
+    for start, stop, source, region in plan.sources(found):
+        cost = seconds_per_token * (stop - start) if source in COMPUTED else 0.0
+        method = region.composer.key if region.composer and source == "composed" else ""
+        description = _what(plan, start, stop)
+        rows.append(Row(start, stop, description, source, method, None if math.isnan(cost) else cost))
     states = len(plan.ends) if state_bytes else 0
-    return Explanation(tuple(rows), plan.token_budget, states, states * state_bytes, is_bitwise, plan.choice)
-
-
-def _parts(plan: Plan, region: Region, known: int) -> Iterator[tuple[int, int, str]]:
-    """The parts of a region from `known` on, as start, stop and source."""
-    source, position = "computed" if region.spans and region.lacks_kv else region.source, known
-    for start, stop in plan.entries if source == "computed" else ():
-        if known <= start and stop <= region.stop:
-            yield from ((position, start, source), (start, stop, "kept"))
-            position = stop
-    yield position, region.stop, source
+    return Explanation(tuple(rows), plan.token_budget, states, states * state_bytes, is_bitwise, plan.choice, miss)
 
 
 def _what(plan: Plan, start: int, stop: int) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -16,11 +18,11 @@ from torch import Tensor
 
 from kp_core.packs.handle import strip_handles
 from kp_core.plan.engine import FinishReason, TokenStream
-from kp_core.plan.plan import Plan
+from kp_core.plan.plan import COMPUTED, Plan
 from kp_core.plan.request import Request
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.template import ChatTemplate
-from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader, ToolCall
+from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader, Tool, ToolCall
 from kp_core.tools.logprobs import BYTE_TOKEN, TokenLogprob, scored_token, token_bytes
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "Usage",
     "VisibleText",
     "grammar_of",
+    "miss_of",
     "read_answer",
     "usage_of",
 ]
@@ -38,6 +41,7 @@ _MAYBE_HANDLE = re.compile(
     r"k(?:p(?::[a-z0-9_-]{0,64}(?:/[a-z2-7]{0,21})?)?)?\Z|\\[nrt]?\Z"
 )
 """The end of a text that more text could turn into a handle, or into an escape that may precede one."""
+_QUOTED = 8  # Tokens.
 _SEEN = 22  # Characters before a handle on which it depends: the end of another, or an escape.
 
 
@@ -72,6 +76,9 @@ class Usage:
     """Bytes of the kept states of recurrent layers for the prompt, beside its KV; 0 for models without them."""
     choice: str = ""
     """The composer that was chosen, and why, if the request left that open; or why it could not choose; else empty."""
+
+    miss: str = ""
+    """The first token that is neither in memory nor stored, and what put it there; empty if none was computed."""
 
     def to_dict(self) -> dict[str, int | float | str]:
         """The fields by name."""
@@ -156,7 +163,8 @@ def read_answer(
         reason = "stop" if text.stopped else stream.finish
         if parts.calls and reason == "stop":
             reason = "tool_calls"
-        usage, calls = usage_of(plan, stream, len(tokens), stream.ttft_s if tokens else 0.0), tuple(parts.calls)
+        miss, calls = miss_of(plan, stream.found_tokens, tokenizer, request.shape.tools), tuple(parts.calls)
+        usage = usage_of(plan, stream, len(tokens), stream.ttft_s if tokens else 0.0, miss)
         return Generation(
             *(parts.text, tuple(tokens), reason, usage, plan.prompt, stream.first_logits, calls, parts.reasoning),
             logprobs=tuple(logprobs) if bytes_of else None,
@@ -268,7 +276,7 @@ class VisibleText:
         return stripped
 
 
-def usage_of(plan: Plan, stream: TokenStream, completion: int, ttft: float) -> Usage:
+def usage_of(plan: Plan, stream: TokenStream, completion: int, ttft: float, miss: str = "") -> Usage:
     """The cost of a request. `completion` is the number of generated tokens, `ttft` the seconds to the first one."""
     prompt = plan.prompt
     was_read = completion > 0 or stream.first_logits is not None
@@ -285,4 +293,35 @@ def usage_of(plan: Plan, stream: TokenStream, completion: int, ttft: float) -> U
         errata_tokens=sum(span.errata_tokens for span in prompt.spans),
         state_bytes=stream.state_bytes,
         choice=plan.choice,
+        miss=miss if was_read and stream.computed_tokens else "",
     )
+
+
+def miss_of(plan: Plan, found: int, tokenizer: Any, tools: Iterable[Tool]) -> str:  # noqa: ANN401
+    """Why tokens are computed, in a sentence: the first of them, and what put it there. Empty if there are none.
+
+    The prefix tree has the first `found` tokens. The sentence quotes the prompt itself, and nothing of others.
+    """
+    at = next((start for start, _, source, _ in plan.sources(found) if source in COMPUTED), None)
+    if at is None:
+        return ""
+    if at == 0:
+        why = "no beginning of the prompt is in memory or stored" if plan.reuse else "the request says reuse=False"
+        return f"Computed from the first token on: {why}."
+    prompt, quoted = plan.prompt, tokenizer.decode(plan.prompt.token_ids[at : at + _QUOTED])
+    number = bisect_right(prompt.breaks, at)
+    if quoted.lstrip().startswith(tuple(tokenizer.all_special_tokens)):  # What stands around the next message.
+        number += 1
+    before = tokenizer.decode(prompt.token_ids[: at + _QUOTED]) if not number and tools else ""
+    named = {tool.name: before.rfind(json.dumps(tool.name)) for tool in tools}
+    if span := next((span for span in prompt.spans if span.start <= at < span.stop), None):
+        where = f"the pack {span.handle}"
+    elif number > len(prompt.roles):
+        where = "what the template puts before the answer"
+    elif number:
+        where = f"a message of the role {prompt.roles[number - 1]!r}"
+    elif max(named.values(), default=-1) >= 0:
+        where = f"the offer of the tool {max(named, key=named.__getitem__)!r}"
+    else:
+        where = "the system message"
+    return f"Computed from token {at} on, {quoted!r} in {where}: what is in memory or stored ends there, or differs."

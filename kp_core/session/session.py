@@ -48,7 +48,7 @@ from kp_core.prompt.template import ChatTemplate
 from kp_core.session.explain import Explanation, explain
 from kp_core.session.idle import IdleQueue, Job
 from kp_core.session.many import Asked, Key, answer_many
-from kp_core.session.reading import Generation, grammar_of, read_answer, usage_of
+from kp_core.session.reading import Generation, grammar_of, miss_of, read_answer, usage_of
 from kp_core.session.stream import AsyncStream, Stream, in_thread
 from kp_core.steering import Pair, Steering
 from kp_core.steering.contrast import make_steering
@@ -213,16 +213,20 @@ class Session(Shared):
         stream.limit.check(0)
         if stream.first_logits is None:
             raise CancelledError("The prefill was cancelled.")
-        usage = usage_of(plan, stream, 0, stream.limit.spent)
+        miss = miss_of(plan, stream.found_tokens, self.tokenizer, request.shape.tools)
+        usage = usage_of(plan, stream, 0, stream.limit.spent, miss)
         return Generation("", (), stream.finish, usage, plan.prompt, stream.first_logits)
 
     def explain(self, messages: Sequence[Message] | str, **options: Any) -> Explanation:  # noqa: ANN401
         """What `generate` would do with this request, as a table of regions. A composer that chooses packs does."""
-        plan = self._plan(messages, Request.of(options), learn=False)
+        request = Request.of(options)
+        plan = self._plan(messages, request, learn=False)
+        found = self._planner.cached_tokens(plan)
         tokens, seconds = self._pace
         pace = seconds / tokens if tokens else self._probe()
         is_bitwise = "bitwise" in self.supports
-        return explain(plan, self._planner.cached_tokens(plan), pace, self.state_bytes, is_bitwise=is_bitwise)
+        miss = miss_of(plan, found, self.tokenizer, request.shape.tools)
+        return explain(plan, found, pace, self.state_bytes, is_bitwise=is_bitwise, miss=miss)
 
     def perplexity(self, messages: Sequence[Message] | str, answer: str, **options: Any) -> float:  # noqa: ANN401
         """Perplexity per token of `answer` to a conversation; 1.0 without tokens. Raises as `generate`."""
@@ -434,7 +438,7 @@ class Session(Shared):
             generation = yield from read_answer(plan, stream, self.template, self.tokenizer, request)
         self._keep(plan, request, stream)
         usage = generation.usage
-        log_event(logger, "packs read", packs=len(plan.prompt.spans), **vars(usage))
+        log_event(logger, "packs read", packs=len(plan.prompt.spans), **{**vars(usage), "miss": bool(usage.miss)})
         if usage.computed_tokens >= _PACED:
             self._pace = (self._pace[0] + usage.computed_tokens, self._pace[1] + usage.ttft_s)
         return generation

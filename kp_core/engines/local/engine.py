@@ -369,6 +369,7 @@ class LocalEngine:
 def _tell(stream: TokenStream, run: Run) -> None:
     """Record the cost of the prompt in the stream."""
     stream.computed_tokens, stream.approximate_tokens = run.computed, run.approximate
+    stream.found_tokens = run.found
     stream.first_logits, stream.kept = run.logits, run.kept
     stream.state_bytes = sum(kv.state_bytes for _, kv in run.path.held)
 

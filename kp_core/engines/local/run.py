@@ -69,7 +69,7 @@ class Run:
             # The nodes of the path may take up the room. They were used last, so the tree evicts them last.
             path.release()
             pool.wait(capacity, limit)
-        self.buffer, self.path = buffer, path
+        self.buffer, self.path, self.found = buffer, path, path.tokens
         cached_logits = path.last.logits if path.tokens == len(plan.prompt) else None
         self.logits = None if cached_logits is None else cached_logits.to(self._model.shape.device)
         """The logits after the prompt, then after each token."""
