@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from langchain_core import exceptions
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ChatMessage, HumanMessage, ToolMessage
@@ -15,6 +16,8 @@ from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 
 from kp_core import Delta, Generation, TokenLogprob, errors
 from kp_core.errors import PromptError
+from kp_core.packs.handle import inert, strip_handles
+from kp_core.packs.view import PackRef, PackView
 from kp_core.prompt.conversation import Message, slotted, text_of, tool_call
 from kp_core.settings import core_role
 
@@ -27,9 +30,13 @@ __all__ = [
     "to_chunk",
     "to_messages",
     "to_result",
+    "with_texts",
 ]
 
 PROVIDER = "knowledge_packs"
+_SENT = "knowledge_packs_sent"
+"""Key in the additional arguments of a message: its content with handles, and the content that has texts instead."""
+AnyOf = TypeVar("AnyOf", bound=BaseMessage)
 
 
 class ContextOverflowError(errors.ContextOverflowError, exceptions.ContextOverflowError):
@@ -58,7 +65,7 @@ def to_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
         role = core_role(kind)
         if role not in ("system", "user", "assistant", "tool"):
             raise PromptError(f"Got a {type(message).__name__} ({role}); expected a system, human, AI or tool message.")
-        core_message: dict[str, Any] = {"role": role, "content": text_of({"role": role, "content": message.content})}
+        core_message: dict[str, Any] = {"role": role, "content": text_of({"role": role, "content": _sent(message)})}
         if isinstance(message, AIMessage) and message.tool_calls:
             calls = [tool_call(call["name"], call["args"], call.get("id")) for call in message.tool_calls]
             core_message["tool_calls"] = calls
@@ -68,6 +75,35 @@ def to_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
             core_message["name"] = message.name
         converted.append(core_message)
     return converted
+
+
+def with_texts(message: AnyOf, view: PackView | None) -> AnyOf:
+    """`message` as another model reads it: texts that `view` may read in place of handles, and no other handles.
+
+    `to_messages` sends the handles all the same, unless somebody else changed the message meanwhile.
+    """
+    role, view = core_role(message.type), None if view is None else replace(view, recognise=False)
+
+    def read(text: str) -> str:
+        parts = (text,) if view is None else view.split(text, role)
+        return "".join(inert(part.text) if isinstance(part, PackRef) else strip_handles(part) for part in parts)
+
+    def read_block(block: Any) -> Any:
+        is_text = isinstance(block, dict) and isinstance(block.get("text"), str)
+        return read(block) if isinstance(block, str) else {**block, "text": read(block["text"])} if is_text else block
+
+    sent = message.content
+    content = read(sent) if isinstance(sent, str) else [read_block(block) for block in sent]
+    if content == sent:
+        return message
+    kept = {**message.additional_kwargs, _SENT: (sent, content)}
+    return message.model_copy(update={"content": content, "additional_kwargs": kept})
+
+
+def _sent(message: BaseMessage) -> Any:
+    """The content with handles that `with_texts` replaced, if it is as `with_texts` left it."""
+    kept = message.additional_kwargs.get(_SENT)
+    return kept[0] if isinstance(kept, tuple) and kept[1] == message.content else message.content
 
 
 def pack_place(prompt: ChatPromptTemplate, variable: str = "context") -> list[Message]:

@@ -27,6 +27,7 @@ from kp_core.packs.store import open_packs
 from kp_core.packs.view import PackRef, Packs, PackView
 from kp_core.settings import core_role
 from kp_langchain.chat_model import ChatKnowledgePacks
+from kp_langchain.messages import with_texts
 
 __all__ = ["KnowledgePackMiddleware", "PackState", "PackSummarizer", "RepeatedCallMiddleware"]
 
@@ -67,7 +68,11 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
     two packs, those that the model attends to, stand before it. Results that are text of no fact are added to `facts`
     when they leave: in `keep_in`, or the model's only namespace.
 
-    Raises `OptionError` for bad settings, `TypeError` for a model other than a `ChatKnowledgePacks`.
+    The messages hold the texts of packs, so that another model (a router's, a fallback's) can read them; a
+    `ChatKnowledgePacks` still gets the handles. If a middleware in front chooses another model, packs and bounds are
+    those of `model`.
+
+    Raises `OptionError` for bad settings, and for handles on their way to another model without `model`.
     """
 
     state_schema = PackState
@@ -78,6 +83,7 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
         memory_tokens: int | Literal["half"] | None = "half",
         memory: Literal["search"] | None = None,
         facts: FactStore | None = None,
+        model: ChatKnowledgePacks | None = None,
     ) -> None:
         super().__init__()
         if memory_tokens not in ("half", None) and not (isinstance(memory_tokens, int) and memory_tokens > 0):
@@ -87,7 +93,7 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
                 f"Got memory={memory!r} and facts={facts!r}; expected memory='search' with the store of the facts that "
                 "the tools find, or neither."
             )
-        self._most, self._facts = memory_tokens, facts
+        self._most, self._facts, self._model = memory_tokens, facts, model
         self._sizes, self._packs = dict[int, int](), dict[int, list[Handle]]()
 
     def before_model(self, state: PackState, runtime: Runtime[Any]) -> dict[str, Any] | None:
@@ -100,23 +106,40 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
     ) -> ModelResponse[Any]:
         """Call the model with the messages that stay."""
-        return handler(self._bounded(request))
+        return handler(self._prepared(request))
 
     async def awrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
     ) -> ModelResponse[Any]:
         """As `wrap_model_call`."""
-        return await handler(await asyncio.to_thread(self._bounded, request))
+        return await handler(await asyncio.to_thread(self._prepared, request))
 
-    def _bounded(self, request: ModelRequest[Any]) -> ModelRequest[Any]:
-        model = request.model
-        if not isinstance(model, ChatKnowledgePacks):
-            kind = type(model).__name__
-            raise TypeError(f"Got an agent on {kind}; KnowledgePackMiddleware needs a ChatKnowledgePacks.")
-        settings = {**model.remembering(), **request.model_settings}
-        request = request.override(model_settings=settings)
-        if self._most is None:
+    def _prepared(self, request: ModelRequest[Any]) -> ModelRequest[Any]:
+        """The request with the messages that stay, which any model can read."""
+        is_ours = isinstance(request.model, ChatKnowledgePacks)
+        model = cast("ChatKnowledgePacks", request.model) if is_ours else self._model
+        system = [request.system_message] if request.system_message else []
+        if model is None:
+            if any(find_handles(message.text) for message in (*system, *request.messages)):
+                raise OptionError(
+                    f"Got handles for a {type(request.model).__name__}, which cannot read them. Say of which "
+                    "ChatKnowledgePacks they are: `KnowledgePackMiddleware(model=...)`; or put this middleware in "
+                    "front of the one that chooses the model."
+                )
             return request
+        view = model._view()  # noqa: SLF001 - one of ours
+        return request.override(
+            # A copy, because a middleware behind may give `model_settings` to another model.
+            model=model.model_copy(update=model.remembering()) if is_ours else request.model,
+            system_message=with_texts(system[0], view) if system else None,
+            messages=[with_texts(message, view) for message in self._bounded(request, model)],
+        )
+
+    def _bounded(self, request: ModelRequest[Any], model: ChatKnowledgePacks) -> list[AnyMessage]:
+        """The messages that stay, with what was found of those that have left."""
+        if self._most is None:
+            return request.messages
+        settings = request.model_settings
         window = model.reading()[0].max_positions
         packs = [pack for pack in (*(model.packs or ()), *settings.get("packs", ())) if isinstance(pack, str)]
         system = [*map(SystemMessage, packs), *([request.system_message] if request.system_message else [])]
@@ -127,11 +150,10 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
         most = room // 2 if self._most == "half" else room
         for_found = 0 if self._facts is None else most // 4
         kept, left = self._split(request.messages, model, most - for_found - self._size([_LEFT], model), room)
-        if self._facts is not None:
-            kept = self._with_found(kept, left, request, self._facts, for_found)
+        kept = self._with_found(kept, left, request, model, for_found)
         if left:
             kept.insert(sum(message.type == "system" for message in kept), _LEFT)
-        return request.override(messages=kept)
+        return kept
 
     def _split(
         self, messages: Sequence[AnyMessage], model: ChatKnowledgePacks, most: int, room: int
@@ -187,15 +209,15 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
         kept: Sequence[AnyMessage],
         left: Sequence[AnyMessage],
         request: ModelRequest[Any],
-        facts: FactStore,
+        model: ChatKnowledgePacks,
         room: int,
     ) -> list[AnyMessage]:
         """`kept` with what was found for its newest message of the user. Results of no fact that left become facts."""
-        kept, model, state = [*kept], cast("ChatKnowledgePacks", request.model), cast("Any", request.state)
+        kept, facts, state = [*kept], self._facts, cast("Any", request.state)
         session, view = model.reading()
         asked = [at for at, message in enumerate(kept) if isinstance(message, HumanMessage)]
         question = strip_handles(kept[asked[-1]].text).strip() if asked else ""
-        if view is None or "tool" not in view.trusted_roles or not question:
+        if view is None or facts is None or "tool" not in view.trusted_roles or not question:
             return kept
         only = next(iter(view.namespaces)) if len(view.namespaces) == 1 else None
         namespace = str(request.model_settings.get("keep_in") or model.keep_in or only)

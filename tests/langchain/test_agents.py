@@ -1,18 +1,21 @@
 """Agents whose memory is packs: real model, real LangGraph, real checkpointer."""
 
 import logging
+from typing import Any
 
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import (
     AgentMiddleware,
     HumanInTheLoopMiddleware,
+    ModelFallbackMiddleware,
     SummarizationMiddleware,
     wrap_model_call,
 )
 from langchain_core.documents import Document
-from langchain_core.language_models import FakeListChatModel
+from langchain_core.language_models import BaseChatModel, FakeMessagesListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.outputs import ChatGeneration, ChatResult
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite import SqliteSaver
@@ -25,7 +28,9 @@ from kp_langchain import (
     ChatKnowledgePacks,
     create_pack_search_tool,
     to_handles,
+    to_messages,
 )
+from kp_langchain.messages import with_texts
 from kp_langchain.middleware import KnowledgePackMiddleware, PackSummarizer
 from tests.core.tools.test_tools import PARIS, Repeats
 
@@ -262,10 +267,133 @@ def test_tools_that_are_not_trusted_bring_no_packs(model, pages):
     assert all(usage["pack_tokens"] == 0 for usage in steps.usage)
 
 
-def test_the_middleware_wants_our_model():
-    agent = create_agent(FakeListChatModel(responses=["hi"]), [], middleware=[KnowledgePackMiddleware()])
-    with pytest.raises(TypeError, match="needs a ChatKnowledgePacks"):
-        ask(agent, "Hi")
+class Other(BaseChatModel):
+    """Another provider's model: keeps what it is sent, knows no option of ours, and fails if it is `broken`."""
+
+    seen: list[Any] = []  # noqa: RUF012 - pydantic copies it
+    broken: bool = False
+
+    @property
+    def _llm_type(self):
+        return "other"
+
+    def bind_tools(self, tools, *, tool_choice=None):
+        return self.bind(tools=tools, tool_choice=tool_choice)
+
+    def _generate(self, messages, stop=None, run_manager=None, *, tools=(), tool_choice=None):
+        if self.broken:
+            raise RuntimeError("the other model is out of order")
+        self.seen.append(messages)
+        return ChatResult(generations=[ChatGeneration(message=AIMessage("It read."))])
+
+
+@wrap_model_call
+def call_once(request, handler):
+    has_read = any(message.type == "tool" for message in request.messages)
+    return handler(request.override(tool_choice="none" if has_read else "any"))
+
+
+def sent_to(choose, order, model, result, **settings):
+    """What `choose`, a middleware, sends to another model of an agent once its tool gave `result`."""
+    own = KnowledgePackMiddleware(model=model, **settings)
+    middleware = [own, choose] if order == "in front" else [choose, own]
+    agent = create_agent(model, [reader([result])], middleware=[*middleware, call_once], system_prompt="Be brief.")
+    return agent.invoke({"messages": [HumanMessage("Read.")]})["messages"]
+
+
+def routed(other):
+    @wrap_model_call
+    def route(request, handler):
+        has_read = any(message.type == "tool" for message in request.messages)
+        return handler(request.override(model=other) if has_read else request)
+
+    return route
+
+
+@pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
+@pytest.mark.parametrize("settings", [{}, {"memory_tokens": None}], ids=["bounded", "unbounded"])
+@pytest.mark.parametrize("order", ["in front", "behind"])
+def test_another_model_reads_the_texts_of_packs(order, settings, model, pages, chat_engine, store):
+    foreign = store.put(chat_engine.build_pack("A secret of others.", namespace="others", lazy=True))
+    other = Other()
+    messages = sent_to(routed(other), order, model, f"{pages[0]}\n{foreign}", **settings)
+    [seen] = other.seen
+    assert [message.text for message in seen if message.type == "tool"] == [f"{PAGES[0]}\n"]
+    assert not find_handles("".join(message.text for message in seen))
+    assert messages[-1].text == "It read."
+    # The conversation keeps the handles.
+    assert [message.text for message in messages if message.type == "tool"] == [f"{pages[0]}\n{foreign}"]
+
+
+@pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
+@pytest.mark.parametrize("order", ["in front", "behind"])
+def test_a_fallback_reads_the_texts_of_packs(order, model, pages):
+    @wrap_model_call
+    def overflow(request, handler):
+        has_read = any(message.type == "tool" for message in request.messages)
+        ours = isinstance(request.model, ChatKnowledgePacks)
+        settings = {"max_tokens": 10**6} if has_read and ours else {}
+        return handler(request.override(model=request.model.model_copy(update=settings)))
+
+    other = Other()
+    own = KnowledgePackMiddleware(model=model)
+    fallback = ModelFallbackMiddleware(other)
+    middleware = [own, fallback] if order == "in front" else [fallback, own]
+    agent = create_agent(model, [reader(pages[:1])], middleware=[*middleware, overflow, call_once])
+    assert agent.invoke({"messages": [HumanMessage("Read.")]})["messages"][-1].text == "It read."
+    assert [message.text for message in other.seen[0] if message.type == "tool"] == [PAGES[0]]
+
+
+@pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
+@pytest.mark.parametrize("order", ["in front", "behind"])
+def test_the_errors_of_another_model_are_its_own(order, model, pages):
+    with pytest.raises(RuntimeError, match="out of order"):
+        sent_to(routed(Other(broken=True)), order, model, pages[0])
+
+
+@pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
+def test_our_model_gets_handles_behind_the_middleware(model, pages):
+    model = model.model_copy(update={"placement": "in_place"})
+    plain, through = Steps(2), Steps(2)
+    ask(create_agent(model, [reader(pages)], middleware=[plain]), "Read.")
+    ask(create_agent(model, [reader(pages)], middleware=[KnowledgePackMiddleware(), through]), "Read.")
+    counts = ("prompt_tokens", "pack_tokens")
+    assert [[usage[name] for name in counts] for usage in through.usage] == [
+        [usage[name] for name in counts] for usage in plain.usage
+    ]
+    assert through.usage[-1]["pack_tokens"] > 0
+
+
+def test_whose_packs_another_model_reads_must_be_said(pages):
+    def agent_of(tool_result):
+        other = [AIMessage("", tool_calls=[{"name": "read_next_page", "args": {}, "id": "1"}]), AIMessage("Done.")]
+        model = FakeMessagesListChatModel(responses=other)
+        calls = type("Calls", (FakeMessagesListChatModel,), {"bind_tools": lambda self, *_, **__: self})
+        model = calls(responses=other)
+        return create_agent(model, [reader([tool_result])], middleware=[KnowledgePackMiddleware()])
+
+    assert ask(agent_of("A page."), "Hi")["messages"][-1].text == "Done."
+    with pytest.raises(OptionError, match="KnowledgePackMiddleware\\(model="):
+        ask(agent_of(pages[0]), "Hi")
+
+
+def test_a_text_that_somebody_changes_stays_changed(thin, store):
+    handle = store.put(thin.build_pack("The key is under the mat.", namespace="book", lazy=True))
+    blocks = [{"type": "text", "text": f"{handle}"}, {"type": "image", "url": "x"}]
+    for content, read in ((f"[{handle}]", "[The key is under the mat.]"), (blocks, None)):
+        changed = with_texts(ToolMessage(content, tool_call_id="1"), store.view("book"))
+        assert "under the mat" in changed.text
+        if read:
+            assert (changed.content, to_messages([changed])[0]["content"]) == (read, content)
+            redacted = changed.model_copy(update={"content": "[redacted]"})
+            assert to_messages([redacted])[0]["content"] == "[redacted]"
+    plain = HumanMessage("No handle.")
+    assert with_texts(plain, store.view("book")) is plain
+    # What a model said brings no packs, and nothing is read without a store.
+    assert with_texts(AIMessage(f"{handle}!"), store.view("book")).content == "!"
+    assert with_texts(ToolMessage(f"{handle}!", tool_call_id="1"), None).content == "!"
+    inside = store.put(thin.build_pack(f"See {handle} for more.", namespace="book", lazy=True))
+    assert not find_handles(with_texts(HumanMessage(f"{inside}"), store.view("book")).content)
 
 
 async def test_the_search_tool_gives_handles_and_keeps_documents(retriever, store, chat):

@@ -10,6 +10,7 @@ from kp_core import Fact, Handle, MemoryFactStore, PackStore, find_handles
 from kp_core.banks.delivery import Delivery
 from kp_core.errors import OptionError
 from kp_langchain import ChatKnowledgePacks
+from kp_langchain.messages import _sent
 from kp_langchain.middleware import KnowledgePackMiddleware, RepeatedCallMiddleware
 from tests.conftest import roomy_engine
 from tests.kits.stores import HashEmbedder
@@ -58,7 +59,7 @@ def reading(found, question="Read the book."):
 
 
 def sent(middleware, model, messages, *, packs=(), **settings):
-    """The messages that the model gets."""
+    """The messages that the model gets, with handles as it sends them."""
     request = ModelRequest(
         model=model,
         messages=messages,
@@ -66,7 +67,8 @@ def sent(middleware, model, messages, *, packs=(), **settings):
         state={"messages": messages, "packs": [*packs]},
         model_settings=settings,
     )
-    return middleware.wrap_model_call(request, lambda changed: changed).messages
+    messages = middleware.wrap_model_call(request, lambda changed: changed).messages
+    return [message.model_copy(update={"content": _sent(message), "additional_kwargs": {}}) for message in messages]
 
 
 def behind(model, messages):
