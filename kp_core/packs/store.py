@@ -45,6 +45,7 @@ __all__ = ["PackStore", "default_room", "open_packs"]
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8
+_LOCKS = 64
 _TICK_S = 0.01  # Of a kernel with 100 ticks a second.
 _HEAD_BYTES = 1 << 16  # Bytes that the first read of a header fetches.
 _ROOM, _SHARE = 2**31, 20
@@ -117,8 +118,13 @@ class PackStore(Packs):
         make_anew(self)
 
     def forked(self) -> None:
-        """In a forked process: another thread may have held the lock."""
-        self._turn = threading.Lock()  # Threads free space one at a time, so that together they stay within the bound.
+        """In a forked process: another thread may have held a lock."""
+        self._turns = [threading.Lock() for _ in range(_LOCKS)]
+
+    def _turn(self, key: str) -> threading.Lock:
+        """The lock for writing `key`: one of the key, or of all keys where one bound holds for them together."""
+        is_bounded = self.max_bytes or key.startswith(_BEHIND)
+        return self._turns[0 if is_bounded else hash(key) % _LOCKS]
 
     def _opens(self) -> Callable[[], PackStore]:
         if self._given_secrets:
@@ -179,7 +185,7 @@ class PackStore(Packs):
             )
         entry, text_key = self._entry(handle, pack), _text_key(handle)
         file = None if pack.kv is None else encode_entry(entry, pack.kv, pack.compression, self._seal)
-        with self._turn:
+        with self._turn(text_key):
             stored = b""
             with suppress(FileNotFoundError):
                 stored = bytes(self.blobs.read(text_key))
@@ -442,7 +448,7 @@ class PackStore(Packs):
         Raises `PackError` for what the format cannot hold, and if a later release wrote the entry.
         """
         file = encode_entry(entry, kv, compression, self._seal)
-        with self._turn:
+        with self._turn(entry.key):
             is_news = self._is_news(file)
             if not self._may_write(entry) or (is_news and not self._make_room({entry.key}, file.nbytes)):
                 return False

@@ -2,12 +2,15 @@
 
 import multiprocessing
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
 
 from kp_core.errors import PackNotFoundError
+from kp_core.packs.blobs import FolderBlobs
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.store import PackStore
 from tests.core.packs.made import Watched, files_of, make_pack, same
@@ -66,6 +69,23 @@ def test_processes_share_a_store(tmp_path, max_bytes):
 
 
 # Two calls, the second made whole between two steps of the first, at each step in turn.
+
+
+def test_threads_that_put_two_texts_do_not_wait_for_one_another(tmp_path):
+    together = threading.Barrier(2)
+
+    class Slow(FolderBlobs):
+        def write(self, key, *args, **options):
+            if key.endswith(".safetensors"):
+                together.wait(60)  # Breaks unless both writes are under way.
+            return super().write(key, *args, **options)
+
+    store = PackStore(Slow(tmp_path))
+    packs = [make_pack(f"text {number}", seed=number) for number in range(64)]
+    lock_of = {id(store._turn(str(store.handle(pack.text, "geo")))): pack for pack in packs}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(store.put, [*lock_of.values()][:2]))
+    assert len(store) == 2
 
 
 def interleaved(folder, prepare, first, second, **bound):
