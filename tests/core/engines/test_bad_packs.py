@@ -66,6 +66,30 @@ def cut(kv):
     yield KVTensors([key[..., :4] for key in kv.keys], kv.values)
 
 
+@pytest.mark.slow
+def test_a_bit_that_flips_anywhere_in_an_entry_changes_no_answer(store, caplog):
+    """Every position, one bit each; 64 bytes at most, of padding, may change unnoticed."""
+    engine = tiny_engine()
+    handle = store.put(engine.build_pack("Green.", namespace="a"))
+    [file] = store.path.rglob("*.safetensors")
+    intact = file.read_bytes()
+
+    def answer():
+        engine.clear_cache()
+        return engine.generate(f"{handle}\n\nWho?", max_tokens=1, view=store.view("a"), logprobs=True)
+
+    expected, unnoticed = answer(), 0
+    for at in range(len(intact)):
+        file.write_bytes(intact[:at] + bytes([intact[at] ^ 1 << at % 8]) + intact[at + 1 :])
+        caplog.clear()
+        found = answer()
+        assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs), at
+        is_noticed = "and computed again from its text" in caplog.text or "cannot be read" in caplog.text
+        assert (found.usage.reused_tokens < expected.usage.reused_tokens) == is_noticed
+        unnoticed += not is_noticed
+    assert unnoticed <= 64
+
+
 @pytest.mark.parametrize("number", range(4))
 def test_a_pack_with_other_layers_than_the_model_is_computed_from_its_text(number, store, caplog):
     engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(), chunk_tokens=16)

@@ -186,6 +186,21 @@ def test_no_key_leaves_the_folder(tmp_path, key):
             list(blobs.list(key))
 
 
+@pytest.mark.parametrize(("size", "cut"), [(3000, 1500), (3_000_000, 1_000_500), (3_000_000, 0)])
+def test_of_a_file_that_is_cut_while_it_is_read_the_beginning_is_read(tmp_path, monkeypatch, size, cut):
+    blobs, data, preadv = FolderBlobs(tmp_path), os.urandom(size), os.preadv
+    blobs.write("a", [data])
+
+    def cutting(*where):
+        os.truncate(tmp_path / "a", cut)
+        return preadv(*where)
+
+    monkeypatch.setattr("kp_core.packs.blobs._PART", 1 << 18)
+    assert blobs.read("a") == data
+    monkeypatch.setattr(os, "preadv", cutting)
+    assert blobs.read("a") == data[:cut]
+
+
 def test_files_and_folders_are_their_owners_alone(tmp_path):
     FolderBlobs(tmp_path / "deep" / "blobs").write("a/b", [b"x"])
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
