@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from langchain_core import exceptions
@@ -82,7 +81,7 @@ def with_texts(message: AnyOf, view: PackView | None) -> AnyOf:
 
     `to_messages` sends the handles all the same, unless somebody else changed the message meanwhile.
     """
-    role, view = core_role(message.type), None if view is None else replace(view, recognise=False)
+    role = core_role(message.type)
 
     def read(text: str) -> str:
         parts = (text,) if view is None else view.split(text, role)
