@@ -5,22 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kp_core.errors import PackError
 
-__all__ = ["KVTensors", "new_memory"]
-
-
-def new_memory(nbytes: int) -> np.ndarray:
-    """Return uninitialised bytes that begin on a cache line.
-
-    NumPy asks Linux for large pages from 4 MiB on and torch does not: they are filled four times as fast.
-    """
-    data = np.empty(nbytes + 64, np.uint8)
-    return data[(at := -data.ctypes.data % 64) : at + nbytes]
+__all__ = ["KVTensors"]
 
 
 @dataclass(frozen=True, eq=False)

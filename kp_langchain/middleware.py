@@ -19,7 +19,6 @@ from langgraph.runtime import Runtime
 from langgraph.types import Command
 
 from kp_core import FactStore, Handle, Session, find_handles, strip_handles
-from kp_core.banks.recall import recalled, remember
 from kp_core.engines.shared import session_of
 from kp_core.errors import OptionError
 from kp_core.packs.handle import check_namespace, inert
@@ -28,6 +27,7 @@ from kp_core.packs.view import PackRef, Packs, PackView
 from kp_core.settings import core_role
 from kp_langchain.chat_model import ChatKnowledgePacks
 from kp_langchain.messages import with_texts
+from kp_methods.recall import recalled, remember
 
 __all__ = ["KnowledgePackMiddleware", "PackState", "PackSummarizer", "RepeatedCallMiddleware"]
 

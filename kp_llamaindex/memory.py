@@ -12,13 +12,13 @@ from llama_index.core.memory import BaseMemoryBlock
 from llama_index.core.memory.memory import DEFAULT_MEMORY_BLOCKS_TEMPLATE
 
 from kp_core import FactStore, Handle, Message, PackView, strip_handles
-from kp_core.banks.recall import recalled, remember
 from kp_core.errors import PackNotFoundError
 from kp_core.packs.view import PackRef, Packs
 from kp_core.plan.request import refuse_unknown
 from kp_core.prompt.conversation import SLOT
 from kp_core.settings import EngineSettings
 from kp_llamaindex.messages import MEMORY, to_messages
+from kp_methods.recall import recalled, remember
 
 __all__ = ["KnowledgePackMemoryBlock"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
 from kp_core.errors import PackError
-from kp_core.kv import new_memory
+from kp_core.memory import new_memory
 from kp_core.threads import in_threads
 
 try:

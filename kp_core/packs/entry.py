@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kp_core.errors import KnowledgePackError, PackCorruptError, PackError
-from kp_core.kv import KVTensors, new_memory
+from kp_core.kv import KVTensors
+from kp_core.memory import new_memory
 from kp_core.packs.blobs import Buffer
 from kp_core.packs.codec import Compression, check_compression, decode, digest, encode
 from kp_core.packs.envelope import DTYPES, Envelope, header_entries, header_stop, raw, string, to_json

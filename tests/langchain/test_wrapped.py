@@ -183,7 +183,8 @@ def test_packs_are_compiled_in_the_background(collection, shelf):
     assert [each.page_content for each in first] == [
         each.page_content for each in collection.as_retriever().invoke("harbour 7")
     ]
-    until(lambda: all(find_handles(each.page_content) for each in retriever.invoke("harbour 7")))
+    tiny_engine().when_idle(lambda: None).result(60)
+    assert all(find_handles(each.page_content) for each in retriever.invoke("harbour 7"))
 
 
 def test_without_an_engine_packs_are_looked_up(collection, shelf, caplog):

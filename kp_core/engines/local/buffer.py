@@ -22,7 +22,8 @@ from torch import Tensor
 from kp_core.engines.local.copies import start_copies
 from kp_core.engines.local.tree import Name, PrefixTree, common_tokens
 from kp_core.errors import ModelError
-from kp_core.kv import KVTensors, new_memory
+from kp_core.kv import KVTensors
+from kp_core.memory import new_memory
 from kp_core.plan.plan import Limit
 
 __all__ = [
