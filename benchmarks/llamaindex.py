@@ -167,11 +167,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             rows.append((condition, step, at["prompt_tokens"], at["computed_tokens"], f"{at['ttft_s']:.2f}"))
         totals = [sum(one[name] for one in steps) for name in ("prompt_tokens", "computed_tokens", "ttft_s")]
         rows.append((condition, "all", *totals[:2], f"{totals[2]:.2f}"))
-    sent = [one["prompt_tokens"] for one in figures["agent"]["packs"][1:]]
-    flat = f"Packs, longest over shortest prompt from step 2 on: {max(sent) / min(sent):.3f}" if sent else ""
-    common.show_table(
-        f"FunctionAgent, {figures['dtype']}", ("condition", "step", "sent", "computed", "first token, s"), rows, (flat,)
-    )
+    columns = ("condition", "step", "sent", "computed", "first token, s")
+    common.show_table(f"FunctionAgent, {figures['dtype']}", columns, rows)
     common.write_json(arguments.json, figures)
     return figures
 
