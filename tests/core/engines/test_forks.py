@@ -1,6 +1,7 @@
 """Forked processes, as of gunicorn with preload and of multiprocessing: each entry answers, or raises at once."""
 
 import asyncio
+import faulthandler
 import multiprocessing
 import os
 import threading
@@ -24,6 +25,7 @@ from tests.kits import HashEmbedder
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no forks")
 
 FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
+_HANGS_S = 60
 TEXT = "The gate of the harbour is green and old, and nobody knows who painted it."
 
 
@@ -32,6 +34,7 @@ def in_child(act):
     ours, theirs = FORK.Pipe(duplex=False)
 
     def send():
+        faulthandler.dump_traceback_later(_HANGS_S - 10)  # Where it hangs is in the report of the test.
         try:
             theirs.send((act(), None))
         except Exception as error:  # noqa: BLE001 - it is raised by the other process
@@ -40,7 +43,7 @@ def in_child(act):
     process = FORK.Process(target=send)
     process.start()
     try:
-        if not ours.poll(20):
+        if not ours.poll(_HANGS_S):
             pytest.fail("The forked process hangs.")
         returned, error = ours.recv()
     finally:
