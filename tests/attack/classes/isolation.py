@@ -151,12 +151,6 @@ def attack(folder: Path) -> Iterator[Case]:
             engine.generate(said, composer=composer, **options)
             engine.when_idle(lambda: None).result(60)
 
-        def as_text(pack: KnowledgePack) -> None:
-            store.put(pack)
-            for _ in range(3):
-                engine.generate(f"{before}{pack.text}\n\nWho?", **options)
-                engine.when_idle(lambda: None).result(60)
-
         def as_memory(pack: KnowledgePack) -> None:
             engine.generate("Who?", packs=[pack], **options)
 
@@ -175,7 +169,6 @@ def attack(folder: Path) -> Iterator[Case]:
         return [
             (in_place, lambda guess: f"{before}{guess}"),
             (second, lambda guess: f"{texts[space][0]}\n\n{guess}"),
-            (as_text, lambda guess: f"{before}{guess}"),
             (as_memory, lambda guess: [{"role": "system", "content": guess}, _WHO]),
             (steered, lambda guess: guess),
             (edited, lambda guess: guess),
