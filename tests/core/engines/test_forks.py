@@ -1,7 +1,6 @@
 """Forked processes, as of gunicorn with preload and of multiprocessing: each entry answers, or raises at once."""
 
 import asyncio
-import faulthandler
 import multiprocessing
 import os
 import threading
@@ -34,7 +33,6 @@ def in_child(act):
     ours, theirs = FORK.Pipe(duplex=False)
 
     def send():
-        faulthandler.dump_traceback_later(_HANGS_S - 10)  # Where it hangs is in the report of the test.
         try:
             theirs.send((act(), None))
         except Exception as error:  # noqa: BLE001 - it is raised by the other process
