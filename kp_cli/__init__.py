@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-import kp_core  # noqa: F401 - before torch, it sets how threads wait
-
 __all__ = ["INTERRUPTED", "importing", "main", "waiting"]
 
 INTERRUPTED = "Interrupted. What was reported as done is stored; a build goes on from there.\n"

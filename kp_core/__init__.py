@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import re
-import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -118,10 +116,6 @@ _PLACES = {
     "steering": "Steering",
     "tools": "Delta TokenLogprob Tool ToolCall ToolCallDelta",
 }
-# OpenMP reads it when torch is imported. Beside a busy process, threads that wait without sleeping halve the speed.
-if "torch" not in sys.modules and "GOMP_SPINCOUNT" not in os.environ:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 _METHODS = re.compile(r"\w+Composer|Calibration\w*|calibrate_composers|edit|compose")
 """What is in `kp_methods` from 0.3 on."""
 _MODULES = {name: f"{__name__}.{module}" for module, names in _PLACES.items() for name in names.split()}

@@ -55,23 +55,3 @@ def test_a_limit_of_instruction_sets_changes_what_is_computed_and_the_fingerprin
 def test_this_process_computes_as_a_machine_without_avx512():
     assert torch.backends.cpu.get_cpu_capability() == "AVX2"
     assert not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="torch has another OpenMP there")
-@pytest.mark.parametrize(
-    ("first", "chosen", "spins"),
-    [
-        ("kp_core", {}, "0"),
-        ("kp_cli", {}, "0"),
-        ("kp_core", {"GOMP_SPINCOUNT": "77"}, "77"),
-        ("kp_core", {"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000"),
-        ("torch", {}, "300000"),
-    ],
-)
-def test_threads_that_wait_sleep_unless_the_user_chose(first, chosen, spins):
-    """libgomp itself says how often a waiting thread looks before it sleeps."""
-    plain = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    variables = plain | {"OMP_DISPLAY_ENV": "verbose"} | chosen
-    command = [sys.executable, "-c", f"import {first}, kp_core, torch"]
-    said = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stderr  # noqa: S603
-    assert f"GOMP_SPINCOUNT = '{spins}'" in said
