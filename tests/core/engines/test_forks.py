@@ -4,7 +4,9 @@ import asyncio
 import multiprocessing
 import os
 import threading
+import time
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +30,27 @@ _HANGS_S = 60
 TEXT = "The gate of the harbour is green and old, and nobody knows who painted it."
 
 
+OF_LIBRARIES = set()
+"""Threads of the system that are none of Python's, and stay."""
+
+
+def settle():
+    """Wait until threads that have ended in Python have also left the system.
+
+    On its way out such a thread frees buffers of MKL, under a lock that a fork at that moment would keep locked: the
+    forked process then hangs in its first product.
+    """
+    tasks, until_s = Path("/proc/self/task"), time.monotonic() + 1
+    while tasks.exists():
+        ours = {each.native_id for each in threading.enumerate()}
+        beside = {int(each.name) for each in tasks.iterdir()} - ours - OF_LIBRARIES
+        if not beside:
+            return
+        if time.monotonic() > until_s:  # What ends is gone by now.
+            OF_LIBRARIES.update(beside)
+        time.sleep(0.005)
+
+
 def in_child(act):
     """What `act` returns or raises in a forked process; an error if it takes long."""
     ours, theirs = FORK.Pipe(duplex=False)
@@ -38,6 +61,7 @@ def in_child(act):
         except Exception as error:  # noqa: BLE001 - it is raised by the other process
             theirs.send((None, error))
 
+    settle()
     process = FORK.Process(target=send)
     process.start()
     try:
