@@ -85,7 +85,9 @@ demo: $(DEMO_STAMP)
 	@$(BIN)/kp demo
 
 # A process for each core, with a thread each: torch's own threads gain little on small models, and wait for one another.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+# RERUNS=1 runs a test that fails once more; the summary names it then (RERUN).
+RERUNS ?= 0
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal --reruns $(RERUNS) -rR
 
 # What guards behaviour, in minutes.
 test: setup
