@@ -228,7 +228,7 @@ class Calibrations:
         packs = max(map(len, groups), default=0)
         if packs < 2:
             return ExactComposer(), "no packs stand side by side"
-        if (calibration := self.of(view)) is None:
+        if not (calibration := self.of(view)) or not calibration.rows:
             return ExactComposer(), "nothing was measured with this model: see `kp calibrate`"
         return self.chosen(calibration, packs, max(map(max, groups)), kept, low)
 

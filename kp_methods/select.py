@@ -8,20 +8,24 @@ import re
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from kp_core.errors import OptionError, PackError
+from kp_core.bundled import cache_directory
+from kp_core.errors import ModelError, OptionError
+from kp_core.packs.blobs import replace_file
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef, PackView, Segment
 from kp_core.plan.composer import Arrangement, Host, Region
 from kp_core.plan.plan import Plan
+from kp_core.progress import bar_of
 from kp_core.prompt.conversation import GAP, Turn
 from kp_methods.calibration import MeasuredComposer, blob_key, calibrations_of
 from kp_methods.splice import SpliceComposer
@@ -133,6 +137,8 @@ class Selector:
         self._found = ([layer for layer, _ in heads], [head for _, head in heads]) if heads else None
         self._chosen: OrderedDict[Hashable, Handles] = OrderedDict()
         self._lock = threading.Lock()
+        self._shares: list[Tensor] = []
+        self._searching, self._is_queued = threading.Lock(), False
 
     def selected(self, turns: Sequence[Turn], composer: SelectComposer, host: Host) -> Arrangement:
         """The turns with the packs that `composer` selects.
@@ -142,6 +148,8 @@ class Selector:
         """
         orders, whole, why = dict[int, Handles](), dict[int, list[PackRef]](), ""
         groups = arranged(turns, {})[1]
+        if not any(len(group.handles) > 1 for group in groups):
+            self._prepare()
         for number, group in enumerate(groups):
             current = arranged(turns, orders)[1][number]  # Its place depends on what was chosen before it.
             if len(group.handles) > 1:
@@ -168,6 +176,13 @@ class Selector:
             logger.warning("%sall packs are sent, or the first ones that fit.", choice)
         choice += ("all are sent" if fits else "the first ones that fit are sent") if why else ""
         return Arrangement(arranged(turns, orders)[0] if orders else tuple(turns), composer, unread, choice)
+
+    def _prepare(self) -> None:
+        """Find the heads while no request is answered, so that the first choice need not wait for them."""
+        if self._found is None and not self._is_queued and {"attention", "kv"} <= self._host.engine.supports:
+            with suppress(ModelError):  # A request that chooses finds them.
+                self._host.when_idle(self._search)
+            self._is_queued = True
 
     def _best(self, group: Group, query: str, composer: SelectComposer, view: PackView | None) -> Handles:
         key = group.place, group.handles, query, composer.key
@@ -229,7 +244,7 @@ class Selector:
     def _weights(self, packs: Sequence[PackRef], query: str, view: PackView | None) -> list[Tensor]:
         """How much the retrieval heads attend to the tokens of each pack, `(heads, tokens)` each."""
         for anew in (False, True):
-            layers, heads = self._heads(view, anew=anew)
+            layers, heads = self._heads(anew=anew)
             weights = self._by_head(packs, query, view, max(layers) + 1)
             with suppress(IndexError):  # What was stored is not of this model.
                 return [each[layers, heads] for each in weights]
@@ -267,39 +282,43 @@ class Selector:
             raise _CannotChooseError("some packs are not compiled for this model")
         return [weights[..., span.start - start : span.stop - start] for span in prompt.spans]
 
-    def _heads(self, view: PackView | None, *, anew: bool = False) -> tuple[list[int], list[int]]:
-        """Layers and heads of the retrieval heads; `anew`, whatever is stored.
+    def _heads(self, *, anew: bool = False) -> tuple[list[int], list[int]]:
+        """Layers and heads of the retrieval heads; `anew`, whatever is kept. Waits until they are found."""
+        if anew:
+            self._found = None
+        while (found := self._found) is None:
+            for _ in bar_of("Finding the retrieval heads of this model", len(_PROBES), "text", self._search()):
+                pass
+        return found
 
-        They are measured once for each model, and stored beside the packs, so that a new process need not measure them.
-        """
-        blobs = None if view is None else view.source.blobs
-        key = blob_key("retrieval heads", self._host.model.identity)
-        if self._found is None and blobs is not None:
-            with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
-                stored = json.loads(bytes(blobs.read(key)))
-                pairs = list(zip(map(int, stored["layers"]), map(int, stored["heads"]), strict=True))
-                self._found = ([layer for layer, _ in pairs], [head for _, head in pairs]) if pairs else None
-        if self._found is None or anew:
-            self._found = self._measured_heads()
-            if blobs is not None:
-                with suppress(OSError, PackError):  # A store that is only read has it measured again.
-                    blobs.write(key, [json.dumps(dict(zip(("layers", "heads"), self._found, strict=True))).encode()])
-        return self._found
+    def _search(self) -> Iterator[None]:
+        """Find the retrieval heads, one text a step; threads share the work. They are kept in the cache directory."""
+        while self._found is None:
+            with self._searching:
+                if self._found is None and (found := self._next_text()):
+                    with suppress(OSError):
+                        replace_file(_file_of(self._host), [json.dumps(list(zip(*found, strict=True))).encode()])
+                    self._found = found
+            yield
 
-    def _measured_heads(self) -> tuple[list[int], list[int]]:
-        """The heads with most of their weight on the pack that is asked for, on prompts of our own."""
+    def _next_text(self) -> tuple[list[int], list[int]] | None:
+        """Ask about the next text of our own; after the last, the heads with most weight on the pack asked for."""
+        text, question, names, values = _PROBES[len(self._shares)]
+        texts = [text.format(name=name, value=value) for name, value in zip(names, values, strict=True)]
+        packs = [PackRef(str(at), pack) for at, pack in enumerate(self._host.build(texts))]
         shares = []
-        for text, question, names, values in _PROBES:
-            texts = [text.format(name=name, value=value) for name, value in zip(names, values, strict=True)]
-            packs = [PackRef(str(at), pack) for at, pack in enumerate(self._host.build(texts))]
-            for at, name in list(enumerate(names))[::2]:
-                try:
-                    by_token = self._by_head(packs, question.format(name), None)
-                except _CannotChooseError as error:
-                    raise _CannotChooseError(_NO_HEADS) from error
-                weights = torch.stack([each.amax(dim=-1) for each in by_token], dim=-1)
-                shares.append(weights[..., at] / weights.sum(dim=-1))
-        mean = torch.stack(shares).mean(dim=0)
+        for at, name in list(enumerate(names))[::2]:
+            try:
+                by_token = self._by_head(packs, question.format(name), None)
+            except _CannotChooseError as error:
+                raise _CannotChooseError(_NO_HEADS) from error
+            weights = torch.stack([each.amax(dim=-1) for each in by_token], dim=-1)
+            shares.append(weights[..., at] / weights.sum(dim=-1))
+        self._shares.append(torch.stack(shares))
+        if len(self._shares) < len(_PROBES):
+            return None
+        mean = torch.cat(self._shares).mean(dim=0)
+        self._shares.clear()
         if not mean.isfinite().all():
             raise _CannotChooseError(_NO_HEADS)
         best = mean.flatten().topk(min(_HEADS, mean.numel())).indices
@@ -310,10 +329,18 @@ def selector_of(host: Host) -> Selector:
     """The selector for the model of `host`."""
 
     def make() -> Selector:
-        shipped = calibrations_of(host).of(None)
-        return Selector(host, shipped.heads if shipped else ())
+        if (shipped := calibrations_of(host).of(None)) and shipped.heads:
+            return Selector(host, shipped.heads)
+        with suppress(OSError, ValueError, TypeError):
+            return Selector(host, [(int(layer), int(head)) for layer, head in json.loads(_file_of(host).read_bytes())])
+        return Selector(host)
 
     return host.remembered(Selector, make)
+
+
+def _file_of(host: Host) -> Path:
+    """Where the retrieval heads of the model of `host` are kept."""
+    return cache_directory() / blob_key(repr(_PROBES), host.model.identity)
 
 
 def arranged(turns: Sequence[Turn], orders: Mapping[int, Handles]) -> tuple[tuple[Turn, ...], list[Group]]:

@@ -143,7 +143,7 @@ class Session(Shared):
         with self._planning:
             if self._last_planner is None or self._last_planner.model != self.fingerprint:
                 build = partial(self.build_packs, progress=False)
-                host = Host(self.engine, self.fingerprint, self.template, self._attention, build)
+                host = Host(self.engine, self.fingerprint, self.template, self._attention, build, self.when_idle)
                 self._last_planner = Planner(host)
                 self._pace = (0, 0.0)
                 self._probe.cache_clear()
@@ -174,10 +174,11 @@ class Session(Shared):
         return self._stream(messages, request, Limit(request.cancel, request.timeout))
 
     def _stream(self, messages: Sequence[Message] | str, request: Request, limit: Limit) -> Stream:
-        plan = self._plan(messages, request)
-        self._need("sampling", "sampled answers", needed=request.temperature > 0 or request.repetition_penalty != 1)
-        self._need("logprobs", "log-probabilities", needed=request.gives_logprobs)
-        return Stream(self._answer(plan, request, self._start(plan, limit)))
+        with self._idle.request():  # Background work that it queues begins behind it.
+            plan = self._plan(messages, request)
+            self._need("sampling", "sampled answers", needed=request.temperature > 0 or request.repetition_penalty != 1)
+            self._need("logprobs", "log-probabilities", needed=request.gives_logprobs)
+            return Stream(self._answer(plan, request, self._start(plan, limit)))
 
     def generate_many(
         self,

@@ -1,7 +1,9 @@
 """Packs that are selected: the right ones, answered from exactly as their text is."""
 
+import json
 import logging
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from kp_core import PackStore
 from kp_core.errors import ContextOverflowError, OptionError
 from kp_core.prompt.conversation import Turn, to_turns
-from kp_methods.calibration import blob_key
+from kp_methods import select
 from kp_methods.select import Selector, _new_words, query_of, selector_of
 from tests.conftest import tiny_engine
 
@@ -21,6 +23,12 @@ TEXTS = [
     for town, name in zip(TOWNS, ("Ida Marsh", "Owen Thorpe", "Lena Fairlie", "Hugh Sand", "Rosa Teal"), strict=True)
 ]
 SELECT = "select:packs=1"
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    """Each test has a cache of its own for heads."""
+    monkeypatch.setattr(select, "cache_directory", lambda: tmp_path / "cache")
 
 
 def five(engine, folder):
@@ -155,11 +163,6 @@ def test_what_is_sent_without_a_choice_fits_the_window(anywhere, tmp_path):
 def test_without_heads_it_says_so(anywhere, monkeypatch):
     engine, options, handles = anywhere
     engine._last_planner = None
-    fresh = PackStore(options["view"].source.path.parent / "fresh")
-    for handle in options["view"].source:
-        fresh.put(options["view"].source.get(handle))
-    options["view"] = fresh.view("towns")
-    handles = [str(fresh.handle(text, "towns")) for text in TEXTS]
     attention = type(engine)._attention
     monkeypatch.setattr(type(engine), "_attention", lambda *asked: attention(*asked) * float("nan"))
     answer = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
@@ -168,30 +171,25 @@ def test_without_heads_it_says_so(anywhere, monkeypatch):
     engine._last_planner = None
 
 
-def test_damaged_heads_are_measured_again(anywhere):
+def test_damaged_heads_are_found_again(anywhere, tmp_path):
     engine, options, handles = anywhere
-    view = options["view"]
+    engine._last_planner = None
     first = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
-    selector = selector_of(engine.host)
-    found, key = selector._found, blob_key("retrieval heads", engine.fingerprint.identity)
-    for damaged in (
-        "{}",
-        '{"layers": [], "heads": []}',
-        '{"layers": [99], "heads": [0]}',
-        '{"layers": [1], "heads": [99]}',
-    ):
-        view.source.blobs.write(key, [damaged.encode()])
+    found, (file,) = selector_of(engine.host)._found, (tmp_path / "cache").glob("composers/*")
+    for damaged in ("{}", "[]", "[[1]]", "[[99, 0]]", "[[1, 99]]"):
+        file.write_text(damaged)
         engine._last_planner = None
         engine.clear_cache()
         again = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
         assert selector_of(engine.host)._found == found
         assert again.token_ids == first.token_ids
+        assert json.loads(file.read_text()) == list(map(list, zip(*found, strict=True)))
     engine._last_planner = None
 
 
-def test_the_heads_that_come_with_the_package_are_the_measured_ones(smol_here):
-    selector = selector_of(smol_here.host)
-    assert set(zip(*selector._heads(None), strict=True)) == set(zip(*selector._measured_heads(), strict=True))
+def test_the_heads_that_come_with_the_package_are_the_found_ones(smol_here):
+    found, fresh = selector_of(smol_here.host)._heads(), Selector(smol_here.host)
+    assert set(zip(*found, strict=True)) == set(zip(*fresh._heads(), strict=True))
 
 
 def test_a_new_process_need_not_look_for_the_heads_again(anywhere, monkeypatch):
@@ -200,11 +198,34 @@ def test_a_new_process_need_not_look_for_the_heads_again(anywhere, monkeypatch):
     first = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
     found = selector_of(engine.host)._found
     engine._last_planner = None
-    monkeypatch.setattr(Selector, "_measured_heads", lambda _: pytest.fail("they are stored beside the packs"))
+    monkeypatch.setattr(Selector, "_next_text", lambda _: pytest.fail("they are kept"))
     again = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
     assert selector_of(engine.host)._found == found
     assert again.token_ids == first.token_ids
     engine._last_planner = None
+
+
+def test_heads_are_found_behind_an_answer_without_packs(tmp_path, monkeypatch):
+    engine, options, handles = five(tiny_engine.__wrapped__(), tmp_path / "packs")
+    before = Selector(engine.host)._heads()
+    shutil.rmtree(tmp_path / "cache")
+    engine.generate("Hello.", composer=SELECT, max_tokens=1)
+    engine.when_idle(lambda: None).result()
+    assert selector_of(engine.host)._found == before
+    monkeypatch.setattr(Selector, "_next_text", lambda _: pytest.fail("they are known"))
+    assert engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options).usage.unread_packs == 4
+
+
+def test_a_choice_finishes_the_search_that_the_background_began(tmp_path, monkeypatch):
+    engine, options, handles = five(tiny_engine.__wrapped__(), tmp_path / "packs")
+    whole = Selector(engine.host)._heads()
+    shutil.rmtree(tmp_path / "cache")
+    selector, texts, next_text = selector_of(engine.host), [], Selector._next_text
+    next(selector._search())
+    monkeypatch.setattr(Selector, "_next_text", lambda of: texts.append(of) or next_text(of))
+    engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
+    assert selector._found == whole
+    assert len(texts) == 3
 
 
 def test_more_packs_than_the_model_has_positions(tmp_path):
