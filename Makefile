@@ -11,9 +11,10 @@ LOCKED = $(shell grep -c '==' $(1))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # uv installs the same locks sooner; pip brings it where it is missing. It asks the index that pip asks; what it cannot find, pip is asked for.
 INDEX := $(or $(PIP_INDEX_URL),$(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null))
+UV_SETTINGS := UV_SYSTEM_CERTS=1 UV_NATIVE_TLS=1 $(if $(INDEX),UV_DEFAULT_INDEX=$(INDEX)) $(if $(PIP_FIND_LINKS),UV_FIND_LINKS=$(PIP_FIND_LINKS))
 # $(call fetch,bin of an environment,what,of how many): quiet, but never silent.
-fetch = { uv=$$(command -v uv || command -v $(BIN)/uv) && UV_SYSTEM_CERTS=1 UV_NATIVE_TLS=1 \
-  $(if $(INDEX),UV_DEFAULT_INDEX=$(INDEX)) $$uv pip install --quiet --python $(1)/python $(2); } || \
+fetch = { uv=$$(command -v uv || command -v $(BIN)/uv) && $(UV_SETTINGS) \
+  $$uv pip install --quiet --python $(1)/python $(2); } || \
   { $(1)/python -m pip --disable-pip-version-check install $(2) | $(1)/python .ci/counted.py $(3); }
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
@@ -22,28 +23,33 @@ SHELL := bash
 timed = began=$$(date +%s); $(2) && took=$$(($$(date +%s) - began)) && \
   printf '%s took %d min %02d s\n' $(1) $$((took / 60)) $$((took % 60))
 
-.PHONY: setup setup-browser setup-vllm setup-llama demo wheel test test-slow test-nightly test-avx2 test-torchao test-oldest test-vllm test-llama test-all audit lint docs bench clean lock
+.PHONY: setup setup-browser setup-vllm setup-llama demo wheel test test-slow test-nightly test-avx2 test-torchao test-oldest test-vllm test-llama test-all release-check audit lint docs bench clean lock
 
 setup: $(STAMP)
 
+# One line for what is missing: Python, a place to install from, a compiler.
+new-enough = $(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("Knowledge Packs needs Python 3.11 or later; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.12" % v)'
+
+offline = { echo "Packages could not be installed, see above. This needs PyPI, or a mirror that PIP_INDEX_URL names." >&2; exit 1; }
+
 # What `make demo` needs is a part of what the tests need, and installed first.
 $(DEMO_STAMP): $(DEMO_LOCK) pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("Knowledge Packs needs Python 3.11 or later; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.12" % v)'
+	@$(new-enough)
 	@echo "Setting up $(VENV), once; this takes a minute or two."
 	@$(PYTHON) -m venv $(VENV)
 	@command -v uv >/dev/null || $(PIP) install --quiet uv || true
 	@# torch by pip and with its own dependencies: which those are differs between machines with and without a GPU.
 	@echo "1 of 3: torch"
-	@$(PIP) install $(TORCH) | $(BIN)/python .ci/counted.py 12
+	@$(PIP) install $(TORCH) | $(BIN)/python .ci/counted.py 12 || $(offline)
 	@echo "2 of 3: $(call LOCKED,$(DEMO_LOCK)) packages of $(DEMO_LOCK)"
-	@$(call fetch,$(BIN),--no-deps -r $(DEMO_LOCK),$(call LOCKED,$(DEMO_LOCK)))
+	@$(call fetch,$(BIN),--no-deps -r $(DEMO_LOCK),$(call LOCKED,$(DEMO_LOCK))) || $(offline)
 	@echo "3 of 3: Knowledge Packs"
 	@$(PIP) install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(STAMP): $(LOCK) $(DEMO_STAMP)
 	@echo "Installing what the tests need: $(call LOCKED,$(LOCK)) packages of $(LOCK)"
-	@$(call fetch,$(BIN),--no-deps -r $(LOCK),$(call LOCKED,$(LOCK)))
+	@$(call fetch,$(BIN),--no-deps -r $(LOCK),$(call LOCKED,$(LOCK))) || $(offline)
 	@touch $@
 
 # What tests of the playground drive. Only root can install it; others are told what to ask for.
@@ -64,8 +70,7 @@ $(VLLM_STAMP): requirements-vllm.lock
 	$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation -e .
 	@touch $(VLLM_STAMP)
 
-# llama-cpp-python is built from its source, once for each kind of processor: 20 minutes on one core at lowest priority. Without a compiler,
-# pip says what is missing.
+# llama-cpp-python is built from its source, once for each kind of processor: 20 minutes on one core at lowest priority.
 LLAMA := llama-cpp-python==0.3.36
 CPU := $(shell (uname -m; grep -m1 ^flags /proc/cpuinfo) 2>/dev/null | cksum | cut -d' ' -f1)
 WHEELS := $(or $(KP_CACHE),$(HOME)/.cache/knowledge-packs)/wheels/$(CPU)
@@ -73,6 +78,8 @@ LLAMA_CMAKE := -DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_COMMON=OFF -DLLA
 setup-llama: setup
 	@$(BIN)/python -c 'import llama_cpp' 2>/dev/null || { \
 	  ls $(WHEELS)/llama_cpp_python-$(lastword $(subst ==, ,$(LLAMA)))-*.whl >/dev/null 2>&1 || { \
+	    { command -v $${CXX:-c++} || command -v clang++; } >/dev/null || \
+	      { echo "$(LLAMA) is built from its source and needs a C++ compiler (Debian: apt-get install g++)." >&2; exit 1; }; \
 	    echo "Building $(LLAMA), once; this takes 10 to 20 minutes."; \
 	    CMAKE_ARGS="$(LLAMA_CMAKE) $(CMAKE_ARGS)" nice -n 19 $(PIP) wheel --quiet --no-deps --no-binary llama-cpp-python -w $(WHEELS) $(LLAMA); } && \
 	  $(PIP) install --quiet --no-deps --find-links $(WHEELS) $(LLAMA) diskcache==5.6.3; }
@@ -80,6 +87,15 @@ setup-llama: setup
 # The wheel in build/wheels; `tests/test_wheel.py` installs it with each extra in an environment of its own.
 wheel: setup
 	@$(PIP) wheel --quiet --no-deps --no-build-isolation -w build/wheels . && ls build/wheels/*.whl
+
+# What a release must pass, in minutes: both files in dist/, and the wheel with each extra in an environment of its own.
+# RELEASE_TORCH="torch --torch-backend=cpu" leaves CUDA out.
+RELEASE_TORCH ?= $(TORCH)
+release-check:
+	@$(new-enough)
+	@rm -rf build/release && $(PYTHON) -m venv build/release/tools
+	@build/release/tools/bin/python -m pip --disable-pip-version-check install --quiet build twine uv || $(offline)
+	$(call timed,release-check,$(UV_SETTINGS) build/release/tools/bin/python .ci/release_check.py $(RELEASE_TORCH))
 
 demo: $(DEMO_STAMP)
 	@$(BIN)/kp demo

@@ -99,6 +99,20 @@ def test_an_adapter_without_its_framework_says_what_to_install(adapter, framewor
     assert f'pip install "knowledge-packs[{extra}]"' in found.stdout
 
 
+def test_make_says_which_python_it_needs(tmp_path):
+    old = tmp_path / "python3.10"
+    old.write_text(
+        "#!/bin/sh\n"
+        f'exec {sys.executable} -c \'import sys; sys.version_info = (3, 10, 14, "final", 0); exec(sys.argv[1])\' "$2"\n'
+    )
+    old.chmod(0o755)
+    command = ["make", f"PYTHON={old}", f"VENV={tmp_path / 'venv'}", "demo"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
+    first, *_ = ran.stderr.splitlines()
+    assert first == f"Knowledge Packs needs Python 3.11 or later; {old} is 3.10. Name another: make PYTHON=python3.12"
+    assert not (tmp_path / "venv").exists()
+
+
 SEAMS = {
     r"cast\(\s*[\"']?\w*(Engine|Composer|FactStore|Blobs|Session)\b": "",
     r"getattr\(\s*(self\.)?_?(session|engine|composer|facts|store|blobs)(\.\w+)*, [^,()]+, ": "",
