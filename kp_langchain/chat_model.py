@@ -291,8 +291,13 @@ def response_schema(response_format: Any) -> Mapping[str, Any] | bool:
 
 
 def _offer(tool: Any) -> dict[str, Any]:
-    """The form in which `tool` is offered: that of LangChain, but a class that holds itself keeps its schema."""
+    """The form in which `tool` is offered: that of LangChain, with its `cache_control`. A class that holds itself keeps
+    its schema.
+    """
     offered = convert_to_openai_tool(tool)
+    extras = tool if isinstance(tool, Mapping) else getattr(tool, "extras", None)
+    if isinstance(extras, Mapping) and extras.get("cache_control"):
+        offered["cache_control"] = True
     schema = create_schema_from_function("f", tool) if isfunction(tool) else getattr(tool, "tool_call_schema", tool)
     if parameters := _recursive(schema):
         offered["function"]["parameters"] = parameters

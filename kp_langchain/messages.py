@@ -17,7 +17,7 @@ from kp_core import Delta, Generation, TokenLogprob, errors
 from kp_core.errors import PromptError
 from kp_core.packs.handle import inert, strip_handles
 from kp_core.packs.view import PackRef, PackView
-from kp_core.prompt.conversation import Message, slotted, text_of, tool_call
+from kp_core.prompt.conversation import Message, is_marked, slotted, text_of, tool_call
 from kp_core.settings import core_role
 
 __all__ = [
@@ -64,7 +64,10 @@ def to_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
         role = core_role(kind)
         if role not in ("system", "user", "assistant", "tool"):
             raise PromptError(f"Got a {type(message).__name__} ({role}); expected a system, human, AI or tool message.")
-        core_message: dict[str, Any] = {"role": role, "content": text_of({"role": role, "content": _sent(message)})}
+        sent = {"role": role, "content": _sent(message)}
+        core_message: dict[str, Any] = {"role": role, "content": text_of(sent)}
+        if is_marked(sent):
+            core_message["cache_control"] = True
         if isinstance(message, AIMessage) and message.tool_calls:
             calls = [tool_call(call["name"], call["args"], call.get("id")) for call in message.tool_calls]
             core_message["tool_calls"] = calls

@@ -38,8 +38,8 @@ def to_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """LlamaIndex messages as dictionaries with `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`.
 
     A tool message gets the name of the call that it answers. Tool calls whose arguments did not parse are left out, as
-    no template could show them; so are thinking and cache points. Raises `PromptError` for images, audio,
-    video and files, and for other objects than `ChatMessage`.
+    no template could show them; so is thinking. A cache point marks its message. Raises `PromptError` for images,
+    audio, video and files, and for other objects than `ChatMessage`.
     """
     names: dict[object, str] = {}
     converted = []
@@ -49,6 +49,8 @@ def to_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         role, extra = core_role(message.role.value), message.additional_kwargs
         texts = [text for block in message.blocks if (text := _text(block, role)) is not None]
         core_message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+        if any(isinstance(block, CachePoint) for block in message.blocks):
+            core_message["cache_control"] = True
         if calls := _calls(message) if role == "assistant" else []:
             core_message["tool_calls"] = calls
             names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}

@@ -391,13 +391,19 @@ class PackStore(Packs):
 
     # Entries.
 
-    def has(self, entry: Entry, namespaces: Collection[str]) -> bool:
-        """Whether there is KV for `entry` that a reader of these `namespaces` may read."""
+    def has(self, entry: Entry, namespaces: Collection[str]) -> int:
+        """Return of how many first tokens of `entry` there is KV that a reader of these `namespaces` may read."""
+        if not self._may_open(entry, namespaces):
+            return 0
+        file = self.head(entry)  # Who reads a damaged one deletes it.
+        return common_length(file.entry.token_ids, entry.token_ids) if file else len(entry.token_ids)
+
+    def _may_open(self, entry: Entry, namespaces: Collection[str]) -> bool:
         return entry.namespaces <= set(namespaces) and self._stat(entry) is not None
 
     def open(self, entry: Entry, namespaces: Collection[str]) -> EntryFile | None:
         """Open the file of `entry`, to read it tensor by tensor; `None` as `has`, and for a damaged one."""
-        if not self.has(entry, namespaces):
+        if not self._may_open(entry, namespaces):
             return None
         try:
             file = _own(open_entry(self.blobs.read(entry.key)), entry.key)

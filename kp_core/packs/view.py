@@ -134,9 +134,9 @@ class Packs(Shared, ABC):
         """Look up several entries in parallel, for stores where each access is slow."""
         return
 
-    def has(self, entry: Entry, namespaces: Collection[str]) -> bool:  # noqa: ARG002
-        """Return whether there is KV for `entry` that a view of these `namespaces` may read."""
-        return False
+    def has(self, entry: Entry, namespaces: Collection[str]) -> int:  # noqa: ARG002
+        """Return of how many first tokens of `entry` there is KV that a view of these `namespaces` may read."""
+        return 0
 
     def read(self, entry: Entry, namespaces: Collection[str]) -> KVTensors | None:  # noqa: ARG002
         """Return the KV of the tokens that `entry` and the stored one have in common, or `None`."""
@@ -189,7 +189,7 @@ class PackView:
         """Return the pack with its KV."""
         return self._usable(self.source.get(handle, self._key(key)), handle)
 
-    def has(self, entry: Entry) -> bool:
+    def has(self, entry: Entry) -> int:
         """See `Packs.has`."""
         return self.source.has(entry, self.namespaces)
 

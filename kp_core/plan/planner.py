@@ -215,7 +215,7 @@ class Planner:
                 del self._met[next(iter(self._met))]
 
     def _with_entries(self, plan: Plan, request: Request) -> tuple[Plan, Sequence[Hashable]]:
-        """`plan` with the entries that fit along it and those to store, and all that the store lacks.
+        """`plan` with the entries that fit along it and those to store, and all others, which the store lacks.
 
         Raises `OptionError` for a `keep_in` that the view may not read.
         """
@@ -228,15 +228,16 @@ class Planner:
             return plan, ()
         if space is None and len(view.namespaces) == 1:
             [space] = view.namespaces
-        always = request.keep == "always"
-        entries = dict(entries_along(plan, self.model, self._heads, space, lazy=always))
-        # A pack between soft tokens is compiled at its first use and kept then.
-        missing = {part: entry for part, entry in entries.items() if not entry.label and not view.has(entry)}
+        if space is None and not plan.prompt.spans:
+            return plan, ()
         # KV in memory was met, too, if only as text: a document goes as text until its pack is compiled.
-        in_memory = self.cached_tokens(plan) if missing else 0
-        keep = {part: entry for part, entry in missing.items() if always or entry in self._met or part[1] <= in_memory}
-        stored = {part: entry for part, entry in entries.items() if part not in missing}
-        return replace(plan, entries=stored, keep=keep), tuple(missing.values())
+        always = request.keep == "always"
+        until = len(plan.prompt) if always else max(self.cached_tokens(plan), plan.prompt.marked)
+        along = list(entries_along(plan, self.model, self._heads, space, view.has, until, lazy=always))
+        missing = {part: entry for part, entry, is_stored in along if not is_stored}
+        keep = {part: entry for part, entry in missing.items() if part[1] <= until or entry in self._met}
+        stored = {part: entry for part, entry, is_stored in along if is_stored}
+        return replace(plan, entries=stored, keep=keep), tuple(missing[part] for part in missing.keys() - keep.keys())
 
     @cached_property
     def _heads(self) -> list[tuple[int, ...]]:

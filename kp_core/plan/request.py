@@ -70,8 +70,9 @@ ABOUT: Mapping[str, str] = {
     ),
     "composer": "Makes the KV of packs that do not stand where they were compiled.",
     "keep": (
-        "Whether KV computed behind other packs is kept in the store of the view: `used_twice` (from the second time "
-        "on, in the background), `always` (before the call returns), or `never`."
+        "Whether KV of packs behind others and of a conversation from its beginning on is kept in the store of the "
+        "view: `used_twice` (from the second time on, in the background), `always` (before the call returns), or "
+        "`never`."
     ),
     "keep_in": (
         "The namespace of this conversation, where KV behind its own words is kept; by default the view's only one."

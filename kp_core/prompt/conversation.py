@@ -21,6 +21,7 @@ __all__ = [
     "Placement",
     "Turn",
     "filled",
+    "is_marked",
     "map_strings",
     "placed",
     "schema_instruction",
@@ -34,7 +35,8 @@ __all__ = [
 ]
 
 Message: TypeAlias = Mapping[str, Any]
-"""A chat message as chat templates take it: `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`."""
+"""A chat message as chat templates take it: `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`.
+`cache_control` marks the end of a beginning to keep (`is_marked`)."""
 Placement: TypeAlias = Literal["in_place", "system"]
 _Call: TypeAlias = Mapping[str, Any]
 GAP = "\n\n"
@@ -81,6 +83,8 @@ class Turn:
     segments: tuple[Segment, ...] = ()
     tool_calls: tuple[_Call, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+    marked: bool = False
+    """Whether the KV of the conversation up to its end is to be kept."""
 
     @property
     def content(self) -> str:
@@ -109,7 +113,7 @@ def to_turns(messages: Sequence[Message], view: PackView | None) -> tuple[Turn, 
             raise PromptError(f"Got the tool calls {raw_calls!r}; expected a list of them.")
         calls = tuple(map(_normalised, raw_calls))
         extra = {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
-        turns.append(Turn(message["role"], segments, calls, extra))
+        turns.append(Turn(message["role"], segments, calls, extra, is_marked(message)))
     return tuple(turns)
 
 
@@ -220,6 +224,14 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN40
     if isinstance(value, Sequence):
         return [map_strings(item, change) for item in value]
     return value
+
+
+def is_marked(message: Message) -> bool:
+    """Whether a message or a part of it has a mark of Anthropic's or Amazon's API: what ends there is to be cached."""
+    content = message.get("content")
+    parts = [message, *(content if isinstance(content, Sequence) and not isinstance(content, str) else ())]
+    maps = (part for part in parts if isinstance(part, Mapping))
+    return any(part.get("cache_control") or {*part, str(part.get("type"))} & _CACHE_POINTS for part in maps)
 
 
 def tool_call(name: str, arguments: object, call_id: object = None) -> dict[str, Any]:

@@ -112,6 +112,8 @@ class Prompt:
     """The role of the message that begins at each of `breaks`."""
     unresolved: int = field(default=0, compare=False)
     """Number of handles that brought no pack and are plain text."""
+    marked: int = field(default=0, compare=False)
+    """The first tokens whose KV the conversation marks as to be kept."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

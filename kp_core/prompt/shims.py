@@ -176,7 +176,10 @@ def _joined(first: Turn, second: Turn) -> Turn:
     ends_line = isinstance(last, PackRef) and last.text.endswith("\n")
     gap = (GAP,) if first.segments and second.segments and not ends_line else ()
     return replace(
-        first, segments=(*first.segments, *gap, *second.segments), tool_calls=(*first.tool_calls, *second.tool_calls)
+        first,
+        segments=(*first.segments, *gap, *second.segments),
+        tool_calls=(*first.tool_calls, *second.tool_calls),
+        marked=first.marked or second.marked,
     )
 
 

@@ -10,6 +10,7 @@ import logging
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
@@ -124,7 +125,9 @@ class ChatTemplate:
                 switches["tools"] = map_strings([tool.to_dict() for tool in shape.tools], self._encoder.escape)
         if shape.schema is not None:
             turns = with_instruction(turns, schema_instruction(shape.schema))
-        return self._prompt(self._shaper.shape(turns), switches, add_generation_prompt=add_generation_prompt)
+        prompt = self._prompt(self._shaper.shape(turns), switches, add_generation_prompt=add_generation_prompt)
+        head = next(iter(prompt.breaks), len(prompt)) if any(tool.marked for tool in shape.tools) else 0
+        return replace(prompt, marked=max(prompt.marked, head))
 
     def tokenise_pack(
         self,
@@ -256,10 +259,11 @@ class ChatTemplate:
                 last = first + len(ids)
             if last > first:
                 spans.append(Span(first, last, reference, (start, stop)))
-        roles = {encoded.token_at(char): turns[index].role for char, index in sorted(begins.items())}
-        breaks = tuple(sorted(roles))
-        by_break = tuple(roles[at] for at in breaks)
-        return Prompt(encoded.ids, tuple(spans), breaks, text, as_text=tuple(texts), roles=by_break)
+        begun = {encoded.token_at(char): index for char, index in sorted(begins.items())}
+        breaks, last = tuple(sorted(begun)), max((at for at, turn in enumerate(turns) if turn.marked), default=-1)
+        roles = tuple(turns[begun[at]].role for at in breaks)
+        until = next((at for at in breaks if begun[at] > last), len(encoded.ids)) if last >= 0 else 0
+        return Prompt(encoded.ids, tuple(spans), breaks, text, tuple(texts), roles=roles, marked=until)
 
     def _lost(
         self, turns: Sequence[Turn], marks: Sequence[Sequence[tuple[int, str]]], places: Mapping[str, list[int]]

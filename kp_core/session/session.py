@@ -445,11 +445,11 @@ class Session(Shared):
         return generation
 
     def _keep(self, plan: Plan, request: Request, stream: TokenStream) -> None:
-        """Store the KV that the engine gave back for `Plan.keep`: now with `keep="always"`, else when it is idle."""
+        """Store the KV that the engine gave back for `Plan.keep`: now if that was asked for, else when it is idle."""
         if plan.packs is None or not stream.kept:
             return
         steps = partial(_written, plan.packs.source, stream.kept)
-        if request.keep == "always":
+        if request.keep == "always" or plan.prompt.marked:
             deque(steps(), maxlen=0)
         else:
             with suppress(ModelError):  # A later request can store it.

@@ -28,6 +28,8 @@ class Tool:
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=lambda: _NO_PARAMETERS)
+    marked: bool = field(default=False, compare=False)
+    """Whether the KV of the system message with the tools is to be kept; read from a true `cache_control`."""
 
     def __post_init__(self) -> None:
         parameters = self.parameters
@@ -50,7 +52,8 @@ class Tool:
                 f"Got the tool {tool!r}; expected {{'type': 'function', 'function': {{'name': ..., 'description': ..., "
                 "'parameters': <JSON Schema>}}."
             )
-        return cls(function["name"], function.get("description") or "", function.get("parameters") or _NO_PARAMETERS)
+        description, parameters = function.get("description") or "", function.get("parameters") or _NO_PARAMETERS
+        return cls(function["name"], description, parameters, bool(tool.get("cache_control")))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the form that chat templates take."""

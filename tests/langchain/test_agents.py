@@ -32,6 +32,7 @@ from kp_langchain import (
 )
 from kp_langchain.messages import with_texts
 from kp_langchain.middleware import KnowledgePackMiddleware, PackSummarizer
+from tests.core.engines.test_keeping import fresh_engine
 from tests.core.tools.test_tools import PARIS, Repeats
 
 PAGES = [
@@ -134,6 +135,40 @@ def test_packs_in_place_are_the_prompts_and_calls_of_text(model, pages, chat_eng
     assert packs.usage[-1]["pack_tokens"] > 100
     for with_packs, with_text in zip(packs.usage, text.usage, strict=True):
         assert with_packs["computed_tokens"] <= with_text["computed_tokens"]
+
+
+def test_an_agent_computes_only_what_is_new_in_the_next_process(tmp_path):
+    """A process is an engine with nothing in memory."""
+
+    def follow(messages, count):
+        steps, model = (
+            Steps(count),
+            ChatKnowledgePacks(engine=fresh_engine(), store=tmp_path, namespaces="book", max_tokens=80),
+        )
+        agent = create_agent(
+            model, [reader(PAGES)], system_prompt="Read. " * 40, middleware=[KnowledgePackMiddleware(), steps]
+        )
+        return agent.invoke({"messages": messages})["messages"], steps.usage
+
+    messages, before = follow([HumanMessage("Read two pages.")], 2)
+    _, after = follow([*messages, HumanMessage("Go on.")], 0)
+    assert before[-1]["prompt_tokens"] > 700
+    assert after[0]["computed_tokens"] == after[0]["prompt_tokens"] - before[-1]["prompt_tokens"]
+
+
+def test_a_tool_marks_the_head_that_is_kept(tmp_path):
+    @tool(extras={"cache_control": {"type": "ephemeral"}})
+    def look(at: str) -> str:
+        """Look at a lamp."""
+        return at
+
+    for question in ("Which lamp burns?", "Who counts?"):
+        model = ChatKnowledgePacks(engine=fresh_engine(), store=tmp_path, namespaces="book", max_tokens=3)
+        answer = model.bind_tools([look]).invoke([("system", "You keep the lamps of Veyl."), ("human", question)])
+    cost = answer.response_metadata["kp"]
+    assert len(list(model.store.kept())) == 1
+    assert cost["reused_tokens"] > 150
+    assert cost["computed_tokens"] < 60
 
 
 def test_a_checkpointer_keeps_packs_across_processes(model, pages, tmp_path):

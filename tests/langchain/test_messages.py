@@ -47,7 +47,9 @@ def test_text_blocks_and_what_assistants_add_to_them():
     blocks = [{"type": "reasoning", "reasoning": "hm"}, "one ", {"type": "text", "text": "two"}]
     blocks.append({"type": "tool_call", "name": "f", "args": {}, "id": "1"})
     [message] = to_messages([AIMessage(blocks)])
-    assert message["content"] == "one two"
+    assert message == {"role": "assistant", "content": "one two"}
+    [message] = to_messages([HumanMessage([{**blocks[2], "cache_control": {"type": "ephemeral"}}])])
+    assert message == {"role": "user", "content": "two", "cache_control": True}
 
 
 @pytest.mark.parametrize(

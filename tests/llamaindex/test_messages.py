@@ -55,7 +55,7 @@ def test_text_blocks_are_joined_as_llama_index_joins_them():
         CitableBlock(title="t", source="s", content="two"),
     ]
     message = ChatMessage(blocks=[*blocks, TextBlock(text="three")])
-    assert to_messages([message])[0]["content"] == "one\ntwo\nthree"
+    assert to_messages([message]) == [{"role": "user", "content": "one\ntwo\nthree", "cache_control": True}]
     plain = ChatMessage(blocks=[TextBlock(text="a"), TextBlock(text="b")])
     assert to_messages([plain])[0]["content"] == plain.content
     assert to_messages([ChatMessage(blocks=[cited])])[0]["content"] == "four"

@@ -121,6 +121,17 @@ def test_states_behind_other_packs_are_kept_in_the_store(tmp_path, compress):
     assert torch.equal(found.logits, second.prefill(ask(f"{one}\n\n{other}\nB?"), **options, reuse=False).logits)
 
 
+def test_the_next_process_goes_on_behind_a_head_and_behind_a_conversation(tmp_path):
+    first, view = engine_of("falcon_h1"), PackStore(tmp_path).view("n")
+    system = {"role": "system", "content": letters(300)}
+    asked = [system, *ask("A?" * 20)]
+    answer = first.generate(asked, view=view, keep="always", max_tokens=2)
+    head, known = answer.prompt.breaks[0], len(answer.prompt)
+    said = {"role": "assistant", "content": answer.text or "x"}
+    for messages, reused in [([*asked, said, *ask("B?")], known), ([system, *ask("C?" * 20)], head)]:
+        assert same_cold(engine_of("falcon_h1"), messages, view=view).reused_tokens == reused
+
+
 def test_what_states_cost_is_told():
     engine = engine_of("qwen3_next")
     # A recurrent state of 4 heads of 8 by 8 numbers, and 3 tokens behind the last one of 64 channels; float32.

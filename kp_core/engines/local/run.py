@@ -152,7 +152,7 @@ class Run:
                 self._append(kv.slice(filled - region.start, stop - region.start))
             return
         for (start, end), entry in self.plan.entries.items():
-            if region.start <= start < stop and end > self.buffer.length:
+            if region.start <= start < stop and min(end, stop) > self.buffer.length:
                 self._bring_entry(entry, start, min(end, stop))
 
     def _bring_entry(self, entry: Entry, start: int, stop: int) -> None:
