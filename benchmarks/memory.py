@@ -45,7 +45,7 @@ from benchmarks.answers import read_log
 from kp_core import PackStore, Session
 from kp_core.banks.embed import SentenceTransformerEmbedder
 
-__all__ = ["COLUMNS", "WAYS", "main", "passages", "read_set", "run"]
+__all__ = ["COLUMNS", "WAYS", "Memory", "main", "passages", "read_set", "run"]
 
 _ANSWER = 24
 """Tokens of an answer, at most."""
@@ -109,7 +109,7 @@ class _Asked:
     category: str
 
 
-class _Memory:
+class Memory:
     """The sessions of one user or conversation, with their passages by nearness to a question."""
 
     def __init__(self, sessions: Mapping[str, Sequence[str]], session: Session, embedder: Any) -> None:  # noqa: ANN401
@@ -208,7 +208,7 @@ def _measured(  # noqa: PLR0913
     session: Session,
     store: PackStore,
     way: Way,
-    memory: _Memory,
+    memory: Memory,
     one: _Asked,
     letters: Sequence[int],
     *,
@@ -291,7 +291,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             progress.advance(task, sum(at < wanted[way.name] for way in ways for at, _ in mine) - len(todo))
             if not todo:
                 continue
-            memory = _Memory(sessions[user], session, embedder)
+            memory = Memory(sessions[user], session, embedder)
             with common.scratch(session) as folder:
                 store = PackStore(folder)
                 for way, at, one in todo:

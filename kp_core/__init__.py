@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kp_core.prompt.conversation import Message
     from kp_core.prompt.prompt import Prompt, Span
     from kp_core.prompt.template import ChatTemplate
+    from kp_core.session.deciding import Decision, Decisions, Question
     from kp_core.session.reading import Generation, Usage
     from kp_core.session.session import Session
     from kp_core.session.stream import AsyncStream, Stream
@@ -44,6 +45,8 @@ __all__ = [
     "ChatTemplate",
     "ChromaFactStore",
     "Composer",
+    "Decision",
+    "Decisions",
     "Delta",
     "Embedder",
     "Engine",
@@ -66,6 +69,7 @@ __all__ = [
     "Prefix",
     "PrefixTree",
     "Prompt",
+    "Question",
     "Region",
     "Request",
     "Sampling",
@@ -94,6 +98,7 @@ _PLACES = {
     "plan.engine": "Engine TokenStream",
     "engines.hf.loading": "bundled_model",
     "engines.local.tree": "PrefixTree",
+    "session.deciding": "Decision Decisions Question",
     "session.reading": "Generation Usage",
     "session.stream": "AsyncStream Stream",
     "plan.request": "Request",

@@ -25,17 +25,18 @@ from langchain_core.runnables.config import RunnableConfig, set_config_context
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from kp_core import Embedder, Fact, FactStore, Handle, KnowledgePack, Session
+from kp_core import Embedder, Fact, FactStore, Handle, KnowledgePack, Message, Question, Session
 from kp_core.banks import Filter, Hit, Reranker
 from kp_core.banks.compiling import open_facts
 from kp_core.banks.delivery import KV, Delivery, Found, Precompile, Unit
-from kp_core.errors import FactError
+from kp_core.errors import FactError, OptionError
 from kp_core.events import subscribe
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import inert
 from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
 from kp_core.plan.request import CompiledFor, refuse_unknown
+from kp_core.prompt.conversation import SLOT, text_of
 from kp_langchain.tools import own_handle
 from kp_methods.edit import How, edit_fact
 
@@ -44,7 +45,9 @@ __all__ = ["KnowledgePackRetriever", "PackRetriever", "WrappedRetriever"]
 logger = logging.getLogger(__name__)
 
 _LOOKED_UP = 200
-_PER_CALL = ("k", "probes", "where", "score_threshold", "rerank")
+_OF_SEARCH = ("k", "probes", "where", "score_threshold", "rerank")
+_PER_CALL = (*_OF_SEARCH, "grade")
+_HELPS = "Does this help to answer the question below?\n\n{}"
 
 
 class PackRetriever(BaseRetriever):
@@ -109,7 +112,7 @@ class WrappedRetriever(PackRetriever):
 
     retriever: BaseRetriever = Field(exclude=True)
     _hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        (*_PER_CALL, "search_kwargs", "search_type"),
+        (*_OF_SEARCH, "search_kwargs", "search_type"),
         'The retriever inside searches: give it to that, e.g. `as_retriever(search_kwargs={"k": 4})`.',
     )
 
@@ -181,7 +184,8 @@ class KnowledgePackRetriever(PackRetriever, DocumentIndex):
     a document is a whole bank of about twenty facts, one per line, with `unit="document"` all facts of a source.
 
     `probes`, `where`, `score_threshold` and `rerank` are those of `Delivery.search`. Like `k`, they may also be given
-    to `invoke`. Scores are cosines.
+    to `invoke`, and so may `grade`: documents of which `engine` gives less than this probability that they help to
+    answer are left out (`Session.decide`, a short pass for each). Scores are cosines.
 
     Raises `OptionError` for options that do not exist, `FactError` for a blank question and a store without facts.
     """
@@ -192,6 +196,7 @@ class KnowledgePackRetriever(PackRetriever, DocumentIndex):
     where: dict[str, Any] | None = None
     score_threshold: float | None = None
     rerank: Reranker | None = Field(default=None, exclude=True)
+    grade: float | None = Field(default=None, ge=0, le=1)
     unit: Unit = "fact"
 
     @classmethod
@@ -271,10 +276,29 @@ class KnowledgePackRetriever(PackRetriever, DocumentIndex):
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **options: Any
     ) -> list[Document]:
         refuse_unknown(options, _PER_CALL, "A call of the retriever")
-        settings = {name: options.get(name, getattr(self, name)) for name in _PER_CALL}
+        settings = {name: options.get(name, getattr(self, name)) for name in _OF_SEARCH}
         with set_config_context({"callbacks": run_manager.get_child()}) as context:
             results = context.run(self._delivery().search, query, **settings)
+        if (grade := options.get("grade", self.grade)) is not None:
+            results = [result for result in results if self._helps(result, query) >= grade]
         return [self._packed(_to_document(f.unit), f, score=f.hit.score, bank=f.hit.bank) for f in results]
+
+    def _helps(self, found: Found, query: str) -> float:
+        """The probability that what was `found` helps to answer. Its pack stands where it was compiled for."""
+        if self.engine is None:
+            raise OptionError("Got grade= without an engine; expected the `engine` that grades.")
+        place = (
+            [{"role": self.compiled_for, "content": SLOT}] if isinstance(self.compiled_for, str) else self.compiled_for
+        )
+        state = list[Message]()
+        for message in place:  # What stands behind the pack there is left out.
+            before, slot, _ = text_of(message).partition(SLOT)
+            state.append({**message, "content": before + found.content if slot else before})
+            if slot:
+                break
+        question = Question(_HELPS.format(inert(query)))
+        decided = self.engine.decide(state, {0: question}, view=self.store.view(self.namespace), rotations="all")
+        return decided.answers[0].probabilities["yes"]
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **options: Any

@@ -225,6 +225,9 @@ class SequencePool(BufferPool):
             raise
         return buffer
 
+    def spare(self, capacity: int, held: Sequence[tuple[Name, KVTensors]]) -> None:
+        """None: sequences are taken in a turn, for which a request that has one must not wait."""
+
     def give(self, buffer: KVBuffer) -> None:
         """See `BufferPool.give`. Requests that wait look for themselves."""
         given = next(used for used in self._used if used is buffer)

@@ -16,12 +16,14 @@ with needing("kp_llamaindex needs LlamaIndex", "llamaindex"):
     from kp_llamaindex.messages import pack_place, to_messages
     from kp_llamaindex.nodes import NumberSources, PackNode
     from kp_llamaindex.retriever import KnowledgePackPostprocessor, KnowledgePackRetriever
+    from kp_llamaindex.selector import KnowledgePackSelector
 
 __all__ = [
     "KnowledgePackLLM",
     "KnowledgePackMemoryBlock",
     "KnowledgePackPostprocessor",
     "KnowledgePackRetriever",
+    "KnowledgePackSelector",
     "NumberSources",
     "PackNode",
     "pack_place",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 from weakref import WeakSet
@@ -18,7 +18,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan.plan import Limit, Plan
 from kp_core.tools import Scores
 
-__all__ = ["CAPABILITIES", "Attends", "Compiles", "Engine", "FinishReason", "HasCache", "TokenStream"]
+__all__ = ["CAPABILITIES", "Attends", "Branches", "Compiles", "Engine", "FinishReason", "HasCache", "TokenStream"]
 
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "cancelled"]
 
@@ -109,7 +109,7 @@ def _close_streams() -> None:
 class Engine(Protocol):
     """Runs a model. Nothing else touches the model; a `Session` builds conversations on this interface.
 
-    What only some engines can do is a Protocol of its own: `Attends`, `HasCache`.
+    What only some engines can do is a Protocol of its own: `Attends`, `Branches`, `HasCache`.
     """
 
     @property
@@ -148,6 +148,17 @@ class Attends(Protocol):
 
         The largest weight of a token behind the region on each of its tokens, `(layers, heads, tokens)`, of the first
         `layers` if given. `None` if a pack has no KV.
+        """
+
+
+@runtime_checkable
+class Branches(Protocol):
+    """An engine that computes prompts with a common beginning together."""
+
+    def branch(self, plans: Sequence[Plan], stream: TokenStream) -> Generator[Tensor]:
+        """The logits behind the prompt of each plan, `(vocabulary,)`, in order. `stream` gets the cost of all.
+
+        Raises `CancelledError` at `stream.limit`.
         """
 
 

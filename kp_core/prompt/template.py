@@ -213,13 +213,18 @@ class ChatTemplate:
             raise PromptError(f"The prompt has {len(got)} tokens; the single pass gives {len(expected)}.")
         return tuple(_checked(span, encoded) for span in prompt.spans)
 
+    @property
+    def thinking_switch(self) -> str:
+        """Name of the template's switch for thinking; empty if it has none."""
+        if "enable_thinking" in self.source:
+            return "enable_thinking"
+        return "thinking" if "thinking is defined" in self.source else ""  # DeepSeek's name for it.
+
     def _switches(self, *, thinking: bool | None) -> dict[str, Any]:
         if thinking is None:
             return {}
-        if "enable_thinking" in self.source:
-            return {"enable_thinking": thinking}
-        if "thinking is defined" in self.source:  # DeepSeek's name for it.
-            return {"thinking": thinking}
+        if name := self.thinking_switch:
+            return {name: thinking}
         raise PromptError("This chat template has no thinking switch; leave `thinking` unset.")
 
     def _prompt(self, turns: Sequence[Turn], switches: Mapping[str, Any], *, add_generation_prompt: bool) -> Prompt:

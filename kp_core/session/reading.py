@@ -34,6 +34,7 @@ __all__ = [
     "miss_of",
     "read_answer",
     "usage_of",
+    "usage_of_all",
 ]
 
 _MAYBE_HANDLE = re.compile(
@@ -294,6 +295,21 @@ def usage_of(plan: Plan, stream: TokenStream, completion: int, ttft: float, miss
         state_bytes=stream.state_bytes,
         choice=plan.choice,
         miss=miss if was_read and stream.computed_tokens else "",
+    )
+
+
+def usage_of_all(plans: Sequence[Plan], stream: TokenStream) -> Usage:
+    """The cost of several prompts, computed with one `stream`, without answers."""
+    first = usage_of(plans[0], stream, 0, stream.limit.spent)
+    total, by_packs = (
+        sum(parts) for parts in zip(*((len(p.prompt), p.prompt.pack_tokens) for p in plans), strict=True)
+    )
+    return replace(
+        first,
+        prompt_tokens=total - by_packs,
+        pack_tokens=by_packs,
+        reused_tokens=total - first.computed_tokens,
+        approximate_tokens=first.approximate_tokens * len(plans),
     )
 
 

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cache, partial
 from statistics import fmean
@@ -38,17 +38,18 @@ from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import Packs
 from kp_core.pickling import Shared
 from kp_core.plan.composer import Host
-from kp_core.plan.engine import CAPABILITIES, Attends, Compiles, Engine, HasCache, TokenStream
+from kp_core.plan.engine import CAPABILITIES, Attends, Branches, Compiles, Engine, HasCache, TokenStream
 from kp_core.plan.plan import Limit, Plan
 from kp_core.plan.planner import Learned, Planner
 from kp_core.plan.request import CompiledFor, Request
 from kp_core.progress import bar_of
 from kp_core.prompt.conversation import Message
 from kp_core.prompt.template import ChatTemplate
+from kp_core.session.deciding import Decisions, Question, Rotations, asked_behind, ballots_of
 from kp_core.session.explain import Explanation, explain
 from kp_core.session.idle import IdleQueue, Job
 from kp_core.session.many import Asked, Key, answer_many
-from kp_core.session.reading import Generation, grammar_of, miss_of, read_answer, usage_of
+from kp_core.session.reading import Generation, grammar_of, miss_of, read_answer, usage_of, usage_of_all
 from kp_core.session.stream import AsyncStream, Stream, in_thread
 from kp_core.steering import Pair, Steering
 from kp_core.steering.contrast import make_steering
@@ -217,6 +218,73 @@ class Session(Shared):
         miss = miss_of(plan, stream.found_tokens, self.tokenizer, request.shape.tools)
         usage = usage_of(plan, stream, 0, stream.limit.spent, miss)
         return Generation("", (), stream.finish, usage, plan.prompt, stream.first_logits)
+
+    def decide(
+        self,
+        state: Sequence[Message] | str,
+        questions: Mapping[Any, Question],
+        *,
+        rotations: Rotations = 1,
+        **options: Any,  # noqa: ANN401
+    ) -> Decisions:
+        """The probability of each label of each question about `state`, a conversation as for `generate`.
+
+        Nothing is decoded: a question ends the last user message, or is a new one, and the logits behind it are read at
+        the tokens of its labels. Labels of one token stand for themselves, others get letters. Where a label stands
+        in the list biases a model: `rotations` is how many orders are asked, of which the mean is taken, at most as
+        many as there are labels (`"all"`); each costs a question. Thinking is off. All questions are computed behind
+        one state, with the same result as each alone.
+
+        Raises as `generate`, `OptionError` for bad questions, `UnsupportedRequestError` for models that cannot leave
+        out thinking, and for engines on servers, and `ModelError` for logits that are no numbers.
+        """
+        request = Request.of(options)
+        return self._decide(state, questions, rotations, request, Limit(request.cancel, request.timeout))
+
+    async def adecide(
+        self,
+        state: Sequence[Message] | str,
+        questions: Mapping[Any, Question],
+        *,
+        rotations: Rotations = 1,
+        **options: Any,  # noqa: ANN401
+    ) -> Decisions:
+        """As `decide`, without blocking the event loop. Cancelling the task ends it."""
+        request, limit = _of_asyncio(options)
+        return await in_thread(lambda: self._decide(state, questions, rotations, request, limit), limit)
+
+    def _decide(
+        self,
+        state: Sequence[Message] | str,
+        questions: Mapping[Any, Question],
+        rotations: Rotations,
+        request: Request,
+        limit: Limit,
+    ) -> Decisions:
+        if not isinstance(self.engine, Branches):
+            raise self._lacking("decisions")
+        if request.thinking is None and self.template.thinking_switch:
+            request = replace(request, thinking=False)
+        ballots = [*ballots_of(questions, rotations, self.tokenizer)]
+        plans = list[Plan]()
+        for ballot in ballots:
+            plans.append(self._plan(asked_behind(state, ballot.text), request, tokens=0, learn=not plans))
+        if plans[0].opened or self.template.tool_format.answer:
+            raise UnsupportedRequestError(f"{self.name} begins each answer with a thought, so it decides nothing.")
+        stream, shares = TokenStream(lambda _: iter(())), dict[Any, list[Tensor]]()
+        stream.limit = limit
+        with self._idle.request(), closing(self.engine.branch(plans, stream)) as branches:
+            try:
+                for ballot, stream.first_logits in zip(ballots, branches, strict=True):
+                    shares.setdefault(ballot.key, []).append(ballot.shares(stream.first_logits))
+            except CancelledError:
+                limit.check(0)
+                raise
+        self._keep(plans[0], request, stream)
+        return Decisions(
+            {key: question.decided(shares[key]) for key, question in questions.items()},
+            usage_of_all(plans, stream),
+        )
 
     def explain(self, messages: Sequence[Message] | str, **options: Any) -> Explanation:  # noqa: ANN401
         """What `generate` would do with this request, as a table of regions. A composer that chooses packs does."""

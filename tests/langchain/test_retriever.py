@@ -9,10 +9,11 @@ from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import ValidationError
 
-from kp_core import Fact, Handle, MemoryFactStore, Packs, PackStore, Session, find_handles
+from kp_core import Fact, Handle, MemoryFactStore, Packs, PackStore, Question, Session, find_handles
 from kp_core.errors import FactError, OptionError, PackError
-from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, to_handles
+from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, pack_place, to_handles
 from tests.conftest import roomy_engine, tiny_engine, until
+from tests.langchain.conftest import PROMPT
 
 
 @pytest.fixture
@@ -313,3 +314,28 @@ def test_packs_are_stored_as_compress_says(facts, shelf):
             KnowledgePackRetriever(**settings, compress=compress)
     with pytest.raises(ValueError, match=r"kv\n.* 'stored' or 'lazy'"):
         KnowledgePackRetriever(**settings, kv="auto")
+
+
+async def test_graded_documents_are_those_that_help(isles, chat_engine):
+    question = "What is the coin of the Orrelay Isles called?"
+    found = isles.invoke(question, k=4)
+    assert found == isles.invoke(question, k=4, grade=0.0)
+    asked = Question(f"Does this help to answer the question below?\n\n{question}")
+    shares = []
+    for document in found:
+        messages = [*pack_place(PROMPT)[:-1], {"role": "user", "content": document.metadata["text"]}]
+        decided = chat_engine.decide(messages, {0: asked}, rotations="all")
+        shares.append(decided.answers[0].probabilities["yes"])
+    middle = sorted(shares)[2]
+    expected = [document for document, share in zip(found, shares, strict=True) if share >= middle]
+    assert 0 < len(expected) < 4
+    graded = isles.model_copy(update={"grade": middle})
+    assert graded.invoke(question, k=4) == await graded.ainvoke(question, k=4) == expected
+    assert isles.invoke(question, k=4, grade=1.0) == []
+
+
+def test_grades_need_an_engine_and_are_probabilities(isles):
+    with pytest.raises(OptionError, match="engine"):
+        isles.model_copy(update={"engine": None}).invoke("What?", grade=0.5)
+    with pytest.raises(ValueError, match="less than or equal to 1"):
+        KnowledgePackRetriever(fact_store=isles.fact_store, store=isles.store, grade=2)

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import closing
 from functools import partial
@@ -24,6 +24,7 @@ from kp_core.engines.local.tree import PrefixTree
 from kp_core.errors import ModelError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.pack import common_length
 from kp_core.plan.engine import CAPABILITIES, TokenStream
 from kp_core.plan.plan import Limit, Plan
 from kp_core.threads import check_process, make_anew
@@ -34,6 +35,8 @@ __all__ = ["LocalEngine"]
 _WINDOW = 256
 """Plans of `kv` examined together: enough to find several with the same prefix, few enough to hold in memory."""
 _MOST_TEXTS, _MOST_TOKENS = 16, 512  # Of one pass.
+_BRANCHES = 8
+"""Most prompts of a pass behind a common beginning, of which each needs a copy. More are hardly faster."""
 _PACE_TOKENS = 128  # Tokens of the pass that is timed.
 _NEVER = Limit()
 
@@ -139,6 +142,71 @@ class LocalEngine:
         """
         self._check()
         return self.scheduler.retry_after_oom(partial(self._attention, plan, layers))
+
+    def branch(self, plans: Sequence[Plan], stream: TokenStream) -> Generator[Tensor]:
+        """See `Branches.branch`: what all prompts begin with is computed once, and their ends in few passes."""
+        self._check()
+        for plan in plans:
+            self.pool.check(len(plan.prompt))
+        if common := self._common(plans):
+            yield from self._ends(plans[0].until(common), [plan.prompt.token_ids[common:] for plan in plans], stream)
+            return
+        for plan in plans:
+            prefill = partial(self.prefill, plan, len(plan.prompt), limit=stream.limit)
+            with closing(self.scheduler.retry_after_oom(prefill)) as run:
+                _tell(stream, run, stream.computed_tokens)
+                if run.logits is None:
+                    raise AssertionError("a prefilled prompt has logits")
+                yield run.logits
+
+    def _common(self, plans: Sequence[Plan]) -> int:
+        """How many tokens the prompts have in common, if there is only plain text behind; else 0."""
+        ids = [plan.prompt.token_ids for plan in plans]
+        common = min(*(common_length(ids[0], other) for other in ids), min(map(len, ids)) - 1)
+        longest = max(map(len, ids)) - common
+        parts = {
+            tuple((part.start, part.source, part.composer, part.label) for part in plan.regions if part.start < common)
+            for plan in plans
+        }
+        is_plain = all(part.source == "computed" for plan in plans for part in plan.regions if part.stop > common)
+        may_batch = len(plans) > 1 and "batch" not in self.lacks and longest <= _MOST_TOKENS
+        return common if may_batch and is_plain and len(parts) == 1 else 0
+
+    def _ends(self, plan: Plan, ends: Sequence[Sequence[int]], stream: TokenStream) -> Iterator[Tensor]:
+        """The logits behind each of `ends`, which follow the prompt of `plan`."""
+        common, longest = len(plan.prompt), len(plan.prompt) + max(map(len, ends))
+        prefill = partial(self.prefill, plan, longest, logits=False, limit=stream.limit)
+        run = self.scheduler.retry_after_oom(prefill)
+        buffers = [run.buffer]
+        try:
+            _tell(stream, run)
+            while len(buffers) < min(len(ends), _BRANCHES) and (buffer := self.pool.spare(longest, run.path.held)):
+                buffers.append(buffer)
+                if buffer.length < common:  # The tree has no room for all of it.
+                    buffer.append(run.buffer.view_of(buffer.length, common))
+            at = 0
+            while at < len(ends):
+                stop = at + 1
+                while stop < min(len(ends), at + len(buffers)) and sum(map(len, ends[at : stop + 1])) <= _MOST_TOKENS:
+                    stop += 1
+                if stream.limit.is_set():
+                    raise CancelledError
+                yield from self.scheduler.retry_after_oom(partial(self._pass, buffers, ends[at:stop]))
+                stream.computed_tokens += sum(map(len, ends[at:stop]))
+                for buffer in buffers:
+                    buffer.truncate(common)
+                at = stop
+        finally:
+            for buffer in buffers[1:]:
+                self.pool.give(buffer)
+            run.close()
+
+    def _pass(self, buffers: Sequence[KVBuffer], rows: Sequence[Sequence[int]]) -> Tensor:
+        """The logits behind each of `rows`, computed in one pass, each behind its buffer."""
+        with self.scheduler.prefill(sum(map(len, rows))):
+            if len(rows) == 1:
+                return self.model.forward(rows[0], buffers[0])
+            return self.model.ragged(buffers[: len(rows)], rows)
 
     def _attention(self, plan: Plan, layers: int | None) -> Tensor | None:
         region = plan.regions[-1]
@@ -366,9 +434,9 @@ class LocalEngine:
             run.close()
 
 
-def _tell(stream: TokenStream, run: Run) -> None:
-    """Record the cost of the prompt in the stream."""
-    stream.computed_tokens, stream.approximate_tokens = run.computed, run.approximate
+def _tell(stream: TokenStream, run: Run, computed: int = 0) -> None:
+    """Record the cost of the prompt in the stream, behind `computed` tokens of others."""
+    stream.computed_tokens, stream.approximate_tokens = computed + run.computed, run.approximate
     stream.found_tokens = run.found
     stream.first_logits, stream.kept = run.logits, run.kept
     stream.state_bytes = sum(kv.state_bytes for _, kv in run.path.held)

@@ -1,0 +1,174 @@
+"""Decisions: what questions about one state cost, and how often the likeliest label is the right one.
+
+`--part times`: 1, 8 and 32 questions behind a pack of `--tokens` tokens, seconds of processor time, or wall time on a
+GPU: `decide` with the pack in memory, and from disk with an empty cache; the same tokens as one prompt behind the pack;
+the same questions one after another as answers of one token, and as answers held to a schema (of both, at most 8 are
+asked and the rest reckoned, as they are for `text`, where the state is sent as text and nothing is reused).
+
+`--part hotpotqa`: the comparison questions, between yes and no or between two titles. `--part personamem`: four
+options, over the nearest five passages. Of each way, right answers with a 95 % interval, the mean distance of
+confidence from accuracy in ten classes (`ece`), and the probability of so large a difference from the schema-held
+answer by chance (exact McNemar).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.progress import track
+from scipy.stats import binomtest
+
+from benchmarks import common
+from benchmarks.memory import WAYS, Memory, read_set
+from kp_core import PackStore, Question, Session
+from kp_core.banks.embed import SentenceTransformerEmbedder
+
+__all__ = ["main"]
+
+_COUNTS = (1, 8, 32)
+_REPEATS = 3
+_ASKED = 8
+_THINGS = ("river", "sea", "hill", "bridge", "town", "king", "forest", "boat")
+
+
+class _Item(NamedTuple):
+    state: str
+    question: str
+    labels: Sequence[str]
+    right: str
+
+
+def _seconds(act: Callable[[], object], device: str) -> float:
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    begun = clock()
+    act()
+    return clock() - begun
+
+
+def times(session: Session, tokens: int, device: str, folder: str) -> Iterator[dict[str, Any]]:
+    """A row for each number of questions."""
+    text = "The river Lorne rises in the hills above Aldham and runs for ninety miles to the sea. " * (tokens // 10)
+    text = session.tokenizer.decode(session.tokenizer.encode(text, add_special_tokens=False)[:tokens])
+    handle = str(PackStore(folder).put(session.build_pack(text)))
+    for count in _COUNTS:
+        found: dict[str, list[float]] = {}
+        for _ in range(_REPEATS):
+            for name, (act, share) in _ways(session, text, handle, folder, count).items():
+                common.reset(session)
+                if name not in ("from_disk", "text"):
+                    session.prefill(f"{handle}\n\nWhat?", view=PackStore(folder).view("default"))
+                found.setdefault(name, []).append(_seconds(act, device) * share)
+        yield {"questions": count} | {name: float(np.median(values)) for name, values in found.items()}
+
+
+def _ways(
+    session: Session, text: str, handle: str, folder: str, count: int
+) -> dict[str, tuple[Callable[[], object], float]]:
+    """What is timed, and by what its time is multiplied."""
+    asked = [f"Does this passage say that the Lorne has a {_THINGS[n % 8]} of the age of {n}?" for n in range(count)]
+    schema = {"type": "object", "properties": {"answer": {"enum": ["yes", "no"]}}, "required": ["answer"]}
+    written = [f"{question}\n\nAnswer with yes or no, and nothing else." for question in asked]
+    questions, view = dict(enumerate(map(Question, asked))), PackStore(folder).view("default")
+    few = written[:_ASKED]
+
+    def each(**options: Any) -> None:  # noqa: ANN401
+        for question in few:
+            session.generate(f"{handle}\n\n{question}", view=view, **options)
+
+    joint, share = "\n".join(written), count / len(few)
+    return {
+        "from_disk": (lambda: session.decide(handle, questions, view=view), 1),
+        "decide": (lambda: session.decide(handle, questions, view=view), 1),
+        "one_prompt": (lambda: session.prefill(f"{handle}\n\n{joint}", view=view), 1),
+        "one_token": (lambda: each(max_tokens=1), share),
+        "schema": (lambda: each(max_tokens=24, response_schema=schema), share),
+        "text": (lambda: session.generate(f"{text}\n\n{written[0]}", max_tokens=1, reuse=False), count),
+    }
+
+
+def hotpotqa(arguments: argparse.Namespace) -> Iterator[_Item]:
+    """The comparison questions whose answer is yes, no, or one of two titles."""
+    rows = [json.loads(line) for line in arguments.data.read_text(encoding="utf-8").splitlines()]
+    for row in [row for row in rows if row["type"] == "comparison"][: arguments.limit]:
+        titles = list(dict.fromkeys(fact["title"] for fact in row["gold_facts"]))
+        labels = ["yes", "no"] if row["answer"] in ("yes", "no") else titles
+        right = [label for label in labels if common.normalise(row["answer"]) in common.normalise(label)]
+        if len(right) == 1 and len(labels) > 1:
+            state = "\n\n".join(f"{fact['title']}: {fact['text']}" for fact in row["gold_facts"])
+            yield _Item(state, row["question"], labels, right[0])
+
+
+def personamem(arguments: argparse.Namespace, session: Session) -> Iterator[_Item]:
+    """The questions, each behind the nearest five passages."""
+    sessions, asked = read_set("personamem", arguments.data.parent / "memory")
+    embedder, left = SentenceTransformerEmbedder(), arguments.limit or 10**9
+    for user, of_user in asked.items():
+        if left <= 0:
+            return
+        memory = Memory(sessions[user], session, embedder)
+        for one in of_user[:left]:
+            texts, _ = memory.best(WAYS["personamem"][0], one.question)
+            yield _Item("\n\n".join(texts), one.question, list("abcd"), one.answers[-1])
+        left -= len(of_user)
+
+
+def accuracy(session: Session, items: Sequence[_Item]) -> Iterator[dict[str, Any]]:
+    """A row for each way."""
+    said: dict[str, list[tuple[bool, float]]] = {"schema": [], "decide": [], "all rotations": []}
+    for item in track(items, "Deciding"):
+        answer = {"type": "object", "properties": {"answer": {"enum": [*item.labels]}}, "required": ["answer"]}
+        text = session.generate(f"{item.state}\n\n{item.question}", response_schema=answer, max_tokens=64).text
+        chosen = ""
+        with suppress(ValueError):
+            chosen = json.loads(text)["answer"]
+        said["schema"].append((chosen == item.right, 1.0))
+        question = {0: Question(item.question, item.labels)}
+        for way, rotations in (("decide", 1), ("all rotations", len(item.labels))):
+            decision = session.decide(item.state, question, rotations=rotations).answers[0]
+            said[way].append((decision.label == item.right, decision.confidence))
+    for way, answers in said.items():
+        right, confidence = np.array(answers, float).T
+        classes = np.minimum((confidence * 10).astype(int), 9)
+        gaps = [abs((right - confidence)[classes == number].sum()) for number in range(10)]
+        only = [int(np.sum((right == 1) & ([r for r, _ in said["schema"]] == np.zeros(len(right)))))]
+        only.append(int(np.sum((right == 0) & ([r for r, _ in said["schema"]] == np.ones(len(right))))))
+        low, high = binomtest(int(right.sum()), len(right)).proportion_ci(method="wilson")
+        yield {
+            "way": way,
+            "n": len(right),
+            "right": float(right.mean()),
+            "low": float(low),
+            "high": float(high),
+            "ece": float(sum(gaps) / len(right)) if way != "schema" else None,
+            "p": float(binomtest(only[0], sum(only)).pvalue) if sum(only) else 1.0,
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run, print the table, write the JSON file."""
+    parser = common.argument_parser(__doc__, "hotpotqa_gold.jsonl")
+    parser.add_argument("--part", default="times", choices=("times", "hotpotqa", "personamem"))
+    parser.add_argument("--tokens", type=int, default=1000, metavar="N", help="of the pack; default: 1000")
+    arguments = parser.parse_args(argv)
+    session = common.load_engine(arguments)
+    if arguments.part == "times":
+        with common.scratch(session) as folder:
+            rows = list(times(session, arguments.tokens, arguments.device, folder))
+    else:
+        items = hotpotqa(arguments) if arguments.part == "hotpotqa" else personamem(arguments, session)
+        rows = list(accuracy(session, list(items)))
+    columns = tuple(rows[0])
+    common.show_table(f"Decisions: {arguments.part}", columns, [tuple(row.values()) for row in rows])
+    figures = {"part": arguments.part, "tokens": arguments.tokens, "rows": rows}
+    common.write_json(arguments.json, figures)
+    return figures
+
+
+if __name__ == "__main__":
+    main()

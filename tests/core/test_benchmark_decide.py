@@ -1,0 +1,40 @@
+"""The benchmark of decisions, on a few questions."""
+
+import json
+
+import pytest
+
+from benchmarks import decide
+from tests.conftest import DATA
+
+
+@pytest.mark.slow
+def test_times_are_told_of_each_way(thin_or_bundled, tmp_path):
+    figures = decide.main(
+        ["--tokens", "40", "--model", thin_or_bundled, "--dtype", "float32", "--json", str(tmp_path / "times.json")]
+    )
+    assert [row["questions"] for row in figures["rows"]] == [1, 8, 32]
+    assert all(seconds > 0 for row in figures["rows"] for seconds in row.values())
+    assert json.loads((tmp_path / "times.json").read_text()) == figures
+
+
+def test_right_answers_are_counted(thin_or_bundled, tmp_path):
+    facts = [{"title": "Veyl", "text": "Veyl has 3 ferries."}, {"title": "Orre", "text": "Orre has none."}]
+    asked = [("Is Veyl older?", "no"), ("Which has ferries?", "Veyl"), ("How many?", "3")]
+    rows = [
+        {"type": "comparison", "question": question, "answer": answer, "gold_facts": facts}
+        for question, answer in asked
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    arguments = ["--part", "hotpotqa", "--data", str(data), "--model", thin_or_bundled, "--dtype", "float32"]
+    ways = {row["way"]: row for row in decide.main(arguments)["rows"]}
+    assert {way: row["n"] for way, row in ways.items()} == {"schema": 2, "decide": 2, "all rotations": 2}
+    assert all(row["low"] <= row["right"] <= row["high"] and 0 <= row["p"] <= 1 for row in ways.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (DATA / "memory").exists(), reason="the data of PersonaMem is not here")
+def test_options_are_decided_over_passages(thin_or_bundled):
+    arguments = ["--part", "personamem", "--limit", "2", "--model", thin_or_bundled, "--dtype", "float32"]
+    assert [row["n"] for row in decide.main(arguments)["rows"]] == [2, 2, 2]
