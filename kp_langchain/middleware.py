@@ -40,6 +40,7 @@ _REPEATED = (
 )
 _MOST_TOKENS = 512  # Of an answer without `max_tokens`, as in a request.
 _REPEATS = 3
+_REMEMBERED = 65_536  # Sizes of messages, and results that have left.
 
 
 def _union(known: list[str], new: list[str]) -> list[str]:
@@ -201,7 +202,7 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
         key = hash((model.model_name, *model.namespaces, *said))
         if key not in self._sizes:
             count = model.get_num_tokens_from_messages
-            self._sizes[key] = count([_START, *messages]) - count([_START])
+            _note(self._sizes, key, count([_START, *messages]) - count([_START]))
         return self._sizes[key]
 
     def _with_found(
@@ -230,7 +231,7 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
             if isinstance(message, ToolMessage) and key not in self._packs:
                 found = _packs_in(message, view)
                 texts = [text] if text and not found else []
-                self._packs[key] = found or remember(texts, facts, session, view.source, namespace)
+                _note(self._packs, key, found or remember(texts, facts, session, view.source, namespace))
             gone |= dict.fromkeys(self._packs.get(key, ()))
         here = {handle for message in kept for handle in _packs_in(message, view)}
         packs = recalled(question, [each for each in gone if each not in here], facts, session, view, room=room)
@@ -296,6 +297,14 @@ class PackSummarizer:
             return ""
         text = tokenizer.decode(ids)
         return str(self._store.put(self._engine.build_pack(text, namespace=self._namespace, compiled_for="system")))
+
+
+def _note(known: dict[int, Any], key: int, value: object) -> None:
+    """Note `value`, and forget the older half of too many."""
+    if len(known) >= _REMEMBERED:
+        for oldest in list(known)[: _REMEMBERED // 2]:
+            known.pop(oldest, None)
+    known[key] = value
 
 
 def _handles(message: AnyMessage) -> list[str]:

@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 
 from kp_core.banks.base import Fact, content_id
 from kp_core.banks.delivery import Delivery
 from kp_core.banks.store import FactStore
-from kp_core.errors import KnowledgePackError
+from kp_core.errors import KnowledgePackError, PackNotFoundError
 from kp_core.packs.handle import Handle
 from kp_core.packs.view import PackRef, Packs, PackView
 from kp_core.plan.composer import composer_of
@@ -21,6 +22,7 @@ from kp_core.session.session import Session
 __all__ = ["recalled", "remember"]
 
 _NEAREST, _MOST = 20, 2
+_MET = 10_000  # Handles among which is searched; SQLite, and so Chroma, takes 32,766 values.
 
 
 def recalled(  # noqa: PLR0913 - where to look, and for what
@@ -28,15 +30,15 @@ def recalled(  # noqa: PLR0913 - where to look, and for what
 ) -> list[PackRef]:
     """At most two packs of `handles` that `question` is about, with at most `room` tokens, the best one last.
 
-    Each is searched in its own namespace of `facts`; of the 20 nearest, `select` chooses. Where it cannot (no KV, or an
-    engine without attention), they are the nearest. Packs are left out that `view` may not read, that are deleted, that
-    the model may not use, or that are of no fact.
+    Of many handles, the last 10,000 count. Each is searched in its own namespace of `facts`; of the 20 nearest,
+    `select` chooses. Where it cannot (no KV, or an engine without attention), they are the nearest. Packs are left out
+    that `view` may not read, that are deleted, that the model may not use, or that are of no fact.
     """
     view = replace(view, model=session.fingerprint)
     digests = defaultdict[str, dict[str, Handle]](dict)
-    for handle in handles:
-        if handle.namespace in view.namespaces and (pack := view.source.peek(handle)) is not None:
-            digests[handle.namespace][content_id(pack.text)] = handle
+    for handle in [handle for handle in handles if handle.namespace in view.namespaces][-_MET:]:
+        with suppress(KnowledgePackError):  # It is deleted, or its text is damaged.
+            digests[handle.namespace][_digest(view.source, handle)] = handle
     hits = [
         hit
         for space in sorted(digests.keys() & set(facts.namespaces()))
@@ -57,6 +59,14 @@ def recalled(  # noqa: PLR0913 - where to look, and for what
         chosen = selected[::-1] if len(selected) <= _MOST else chosen
     sizes = accumulate(len(session.tokenizer.encode(pack.text, add_special_tokens=False)) for pack in chosen[:_MOST])
     return [pack for pack, size in zip(chosen, sizes, strict=False) if size <= room][::-1]
+
+
+@lru_cache(2 * _MET)
+def _digest(store: Packs, handle: Handle) -> str:
+    """The digest of a pack's text, by which its fact is found; read once. Raises `PackNotFoundError`."""
+    if (pack := store.peek(handle)) is None:
+        raise PackNotFoundError(f"{store!r} has no pack {handle}.")
+    return content_id(pack.text)
 
 
 def remember(texts: Iterable[str], facts: FactStore, session: Session, store: Packs, namespace: str) -> list[Handle]:

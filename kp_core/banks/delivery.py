@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 from kp_core.banks import Added, Fact, FactStore, Filter, Hit, Reranker
@@ -360,15 +361,15 @@ class Delivery:
 
     def _compiled_when_idle(self, units: Sequence[Fact], engine: Session, since: object) -> list[Handle | None]:
         """Return the handles of packs that are compiled, and compile the others when the engine is idle."""
-        compiled, _ = find_compiled(
-            *(units, engine, self.store),
-            compiled_for=self.compiled_for,
-            lazy=self.kv == "lazy" or engine.is_lazy,
-        )
+        is_lazy = self.kv == "lazy" or engine.is_lazy
+        find = partial(find_compiled, session=engine, store=self.store, compiled_for=self.compiled_for, lazy=is_lazy)
+        compiled, _ = find(units)
         missing = [unit for unit in units if (unit.namespace, unit.text) not in compiled]
 
         def steps() -> Iterator[object]:
             for unit in missing:
+                if find([unit])[0]:  # It was compiled meanwhile.
+                    continue
                 # Steps that hold nothing: the question that found the unit, and one right behind it, go first.
                 began = -math.inf
                 while time.monotonic() - began > 2 * _QUIET_S:

@@ -10,6 +10,7 @@ from kp_core import Fact, Handle, MemoryFactStore, PackStore, find_handles
 from kp_core.banks.delivery import Delivery
 from kp_core.errors import OptionError
 from kp_langchain import ChatKnowledgePacks
+from kp_langchain import middleware as middleware_file
 from kp_langchain.messages import _sent
 from kp_langchain.middleware import KnowledgePackMiddleware, RepeatedCallMiddleware
 from tests.conftest import roomy_engine
@@ -148,6 +149,15 @@ def found_in(messages):
 
 def searching(facts, most=1500):
     return KnowledgePackMiddleware(memory_tokens=most, memory="search", facts=facts)
+
+
+def test_what_is_noted_of_a_conversation_is_bounded(model, handles, facts, monkeypatch):
+    messages = reading([f"{page} Most sailed." for page in PAGES], "page 3")
+    expected = sent(searching(facts, 500), model, messages)
+    monkeypatch.setattr(middleware_file, "_REMEMBERED", 4)
+    middleware = searching(facts, 500)
+    assert [message.text for message in sent(middleware, model, messages)] == [message.text for message in expected]
+    assert max(len(middleware._sizes), len(middleware._packs)) == 4
 
 
 def test_what_left_is_found_beside_the_question(model, handles, facts, delivery):

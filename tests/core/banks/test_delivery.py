@@ -309,6 +309,20 @@ def test_packs_are_made_in_the_background_where_that_is_asked_for(facts: MemoryF
     engine.close()
 
 
+def test_what_is_compiled_when_its_turn_comes_is_not_waited_for(
+    facts: MemoryFactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, jobs = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer()), list[Any]()
+    monkeypatch.setattr(engine, "when_idle", jobs.append)
+    made = Delivery(facts, engine, PackStore(tmp_path), precompile="idle", namespace="default")
+    for _ in range(2):
+        made.search("Part 2 of a.md.", 2)
+    first, second = jobs
+    assert len(list(first())) > 2
+    assert len(made.store) == 2  # type: ignore[arg-type]
+    assert list(second()) == []
+
+
 GONE: dict[str, Callable[[Delivery, Fact, FactStore], object]] = {
     "deleted by delivery": lambda made, fact, _: made.delete([fact.id]),
     "deleted by source": lambda made, fact, _: made.delete(source=fact.source),

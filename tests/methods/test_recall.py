@@ -1,0 +1,31 @@
+"""What left a conversation is found without reading all that left."""
+
+from kp_core import Fact, MemoryFactStore, PackStore, load_engine
+from kp_methods import recall
+from tests.kits import HashEmbedder, tiny_model, tiny_tokenizer
+
+
+class Noted(PackStore):
+    """A store that notes what is looked up."""
+
+    def peek(self, handle, key=None):
+        self.noted.append(handle)
+        return super().peek(handle, key)
+
+
+def test_a_text_is_read_once_and_of_many_handles_the_last_count(tmp_path, monkeypatch):
+    engine, store = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer()), Noted(tmp_path)
+    facts = MemoryFactStore(HashEmbedder())
+    texts = [f"Page {number}: the harbour had {7 * number} boats." for number in range(30)]
+    facts.add([Fact(text, namespace="book") for text in texts])
+    handles = [store.put(engine.build_pack(text, namespace="book", lazy=True)) for text in texts]
+    looked_up = []
+    for _ in range(2):
+        store.noted = []
+        [*_, best] = recall.recalled(texts[3], handles, facts, engine, store.view("book"), room=1000)
+        assert best.pack.text == texts[3]
+        looked_up.append(len(set(store.noted)))
+    assert looked_up == [30, 20], "all of them, then those that are near"
+    monkeypatch.setattr(recall, "_MET", 5)
+    found = recall.recalled(texts[3], handles, facts, engine, store.view("book"), room=1000)
+    assert {pack.pack.text for pack in found} < {*texts[-5:]}
