@@ -117,7 +117,7 @@ class KnowledgePackStore(BaseStore):
         ttl: TTLConfig | None = None,
     ) -> None:
         self._facts, self._packs = open_facts(facts, embedder, path), open_packs(store)
-        self._fields, self.ttl_config = None if fields is None else list(fields), ttl
+        self.fields, self.engine, self.ttl_config = None if fields is None else list(fields), engine, ttl
         self._deliver = partial(
             Delivery, self._facts, engine, self._packs, kv=kv, compiled_for=compiled_for, compress=compress
         )
@@ -187,7 +187,7 @@ class KnowledgePackStore(BaseStore):
             encoded_record = json.dumps({**record, "created": created or updated}, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise FactError(f"Got {value!r} as {op.key!r}, which JSON cannot say ({error}).") from error
-        text, searched = _text(value, op.index or self._fields)
+        text, searched = _text(value, op.index or self.fields)
         return Fact(
             text,
             id=_id(op.key),
