@@ -297,8 +297,9 @@ def _layer_of(
 
 
 def cache_parameter(model: Any) -> str:  # noqa: ANN401
-    """Name of the parameter that takes the cache."""
-    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+    """Name of the parameter that takes the cache; transformers 5.24 renames both others to `cache`."""
+    names = ("past_key_values", "cache_params", "cache")
+    return next((name for name in names if name in inspect.signature(model.forward).parameters), names[0])
 
 
 @torch.inference_mode()
@@ -368,6 +369,7 @@ class Network:
         """Length of the logits, which may be longer than the tokenizer's vocabulary."""
         self.keeps_logits = "logits_to_keep" in inspect.signature(self.network.forward).parameters
         """Whether a pass can return the logits of some tokens alone."""
+        self.takes_cache = cache_parameter(self.network)
         self.shape = measured_shape(self.network, self.kind.windows)
 
     @property

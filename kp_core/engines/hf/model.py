@@ -20,7 +20,6 @@ from kp_core.engines.hf.kinds import (
     LayersDone,
     Network,
     cache_of,
-    cache_parameter,
     placed_cache_of,
     positions_of,
     rope_parameters,
@@ -57,7 +56,6 @@ class CausalModel(Network):
         ends = (getattr(config, "eos_token_id", None) for config in configs)
         self.end_tokens = frozenset(chain.from_iterable([end] if isinstance(end, int) else end or () for end in ends))
         self.max_positions = positions_of(self.text)
-        self._takes_cache = cache_parameter(self.network)
         # Some models with different layers count positions from 0 in each pass.
         parameters = inspect.signature(self.network.forward).parameters
         self._takes_positions = self.kind.is_recurrent and "position_ids" in parameters
@@ -110,7 +108,7 @@ class CausalModel(Network):
         """A forward pass of the model, or of its base, behind the tokens in `buffer`."""
         start, stop = buffer.length, buffer.length + len(ids)
         cache = cache_of(buffer, self.kind.windows, in_tiles=self.attends)
-        arguments: dict[str, Any] = {self._takes_cache: cache, **self._attention(range(start, stop), buffer), **options}
+        arguments: dict[str, Any] = {self.takes_cache: cache, **self._attention(range(start, stop), buffer), **options}
         if self._takes_positions:
             arguments["position_ids"] = torch.arange(start, stop, device=self.device)[None]
         with buffer.passing():
@@ -156,8 +154,8 @@ class CausalModel(Network):
         self.network.base_model(
             input_ids=torch.tensor([ids], device=self.device),
             position_ids=torch.arange(start, start + len(ids), device=self.device)[None],
-            past_key_values=cache_of(buffer, in_tiles=self.attends),
             use_cache=True,
+            **{self.takes_cache: cache_of(buffer, in_tiles=self.attends)},
             **self._attention(range(len(ids)), buffer),
         )
         return buffer.read(0, len(ids))
@@ -205,8 +203,8 @@ class CausalModel(Network):
                 input_ids=torch.tensor([list(ids)], device=device),
                 position_ids=targets[None],
                 attention_mask=mask,
-                past_key_values=placed_cache_of(buffer, targets, stop, layers=layers, in_tiles=in_tiles),
                 use_cache=True,
+                **{self.takes_cache: placed_cache_of(buffer, targets, stop, layers=layers, in_tiles=in_tiles)},
                 **options,
                 **(self.keep(logits) if logits else {}),
             )
@@ -225,7 +223,7 @@ class CausalModel(Network):
         buffer = KVBuffer(self.shape, len(inputs))
         cache = cache_of(buffer, in_tiles=self.attends)
         options = self._attention(range(len(inputs)), buffer)
-        base(inputs_embeds=inputs[None], past_key_values=cache, use_cache=True, **options)
+        base(inputs_embeds=inputs[None], use_cache=True, **{self.takes_cache: cache}, **options)
         return buffer.read(len(before), buffer.length)
 
     @torch.no_grad()
@@ -247,8 +245,8 @@ class CausalModel(Network):
         output = (self.network if logits else self.network.base_model)(
             inputs_embeds=inputs[None],
             position_ids=torch.arange(start, start + len(inputs), device=self.device)[None],
-            past_key_values=cache,
             use_cache=True,
+            **{self.takes_cache: cache},
             **(self.keep(logits) if logits else {}),
         )
         layers = cache.layers

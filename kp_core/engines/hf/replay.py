@@ -165,9 +165,9 @@ class ReplayedRows:
         output = self._model.network(
             input_ids=self._ids,
             position_ids=self._positions,
-            past_key_values=self._cache,
             use_cache=True,
             kp_attend=self._attend,
+            **{self._model.takes_cache: self._cache},
             **self._model.keep(1),
         )
         logits: Tensor = output.logits[:, -1]

@@ -65,9 +65,9 @@ class Rows:
             output = self._model.network(
                 input_ids=torch.tensor(tokens, device=device)[:, None],
                 position_ids=torch.tensor([[buffer.length] for buffer in self._buffers], device=device),
-                past_key_values=self._cache,
                 use_cache=True,
                 kp_attend=self.attend,
+                **{self._model.takes_cache: self._cache},
                 **self._model.keep(1),
             )
         if self._deferred:
@@ -127,9 +127,9 @@ def run_ragged(model: Network, buffers: Sequence[KVBuffer], tokens: Sequence[Seq
         output = model.network(
             input_ids=torch.tensor(list(chain(*tokens)), device=device)[None],
             position_ids=torch.tensor(list(chain(*positions)), device=device)[None],
-            past_key_values=cache_of_rows(buffers, counts),
             use_cache=True,
             kp_attend=attend_each,
+            **{model.takes_cache: cache_of_rows(buffers, counts)},
             **model.keep(last_indices),
         )
     logits: Tensor = output.logits[0]

@@ -19,6 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from kp_core import load_engine
 from kp_core.engines.hf import identity, probe
 from kp_core.engines.hf.identity import identity_of, load_tokenizer
+from kp_core.engines.hf.kinds import cache_parameter
 from kp_core.engines.hf.loading import bundled_model, load, load_session, watched
 from kp_core.engines.hf.probe import probed
 from kp_core.engines.local.buffer import KVBuffer, default_cache_bytes
@@ -577,3 +578,11 @@ def test_what_the_tests_at_load_found_is_read_again(tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     load_engine(model, tokenizer=tiny_tokenizer())
     assert len([*result.parent.iterdir()]) == 2
+
+
+@pytest.mark.parametrize("name", ["cache", "cache_params", "past_key_values"])
+def test_the_cache_is_passed_by_the_name_that_this_release_of_transformers_gives_it(name):
+    class Model:
+        forward = staticmethod(eval(f"lambda input_ids, {name}=None, use_cache=None: None"))  # noqa: S307
+
+    assert cache_parameter(Model()) == name
