@@ -21,8 +21,8 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.types import Command
 
-from kp_core import Fact, Handle, find_handles, load_engine
-from kp_core.banks.delivery import compile_facts
+from kp_core import Fact, Handle, MemoryFactStore, PackStore, find_handles, load_engine
+from kp_core.banks.delivery import Delivery, compile_facts
 from kp_core.errors import OptionError
 from kp_langchain import (
     ChatKnowledgePacks,
@@ -34,6 +34,7 @@ from kp_langchain.messages import with_texts
 from kp_langchain.middleware import KnowledgePackMiddleware, PackSummarizer
 from tests.core.engines.test_keeping import fresh_engine
 from tests.core.tools.test_tools import PARIS, Repeats
+from tests.kits import HashEmbedder
 
 PAGES = [
     f"Page {n}: the harbour of Veyl had {n * 7} boats in the year {1700 + n}, and {n} of them were red."
@@ -154,6 +155,35 @@ def test_an_agent_computes_only_what_is_new_in_the_next_process(tmp_path):
     _, after = follow([*messages, HumanMessage("Go on.")], 0)
     assert before[-1]["prompt_tokens"] > 700
     assert after[0]["computed_tokens"] == after[0]["prompt_tokens"] - before[-1]["prompt_tokens"]
+
+
+def test_what_is_deleted_between_two_turns_is_in_no_file_and_in_no_prompt(tmp_path):
+    engine, store, facts = fresh_engine(), PackStore(tmp_path), MemoryFactStore(HashEmbedder())
+    library = Delivery(facts, engine, store, namespace="book")
+    library.add([Fact(page, id=str(number)) for number, page in enumerate(PAGES[:3])], progress=False)
+    handles = [str(store.handle(page, "book")) for page in PAGES[:3]]
+    ids = [store.get(Handle.parse(handle)).token_ids for handle in handles]
+
+    def follow(messages, count):
+        steps = Steps(count)
+        model = ChatKnowledgePacks(engine=engine, store=store, namespaces="book", max_tokens=80, unresolved="error")
+        agent = create_agent(model, [reader(handles)], middleware=[KnowledgePackMiddleware(), steps])
+        return agent.invoke({"messages": messages})["messages"], steps.usage
+
+    def holding():
+        return [entry for entry, _ in store.kept() if {*handles} & entry.owners]
+
+    messages, read = follow([HumanMessage("Read three pages.")], 3)
+    assert read[-1]["pack_tokens"] > 150
+    assert len(holding()) > 3
+    library.delete(["0", "1", "2"])
+    assert holding() == []
+    _, [cost] = follow([*messages, HumanMessage("How many boats?")], 0)
+    assert cost["pack_tokens"] == 0 < cost["completion_tokens"]
+    for file in (file for file in tmp_path.rglob("*") if file.is_file()):
+        for page, handle, tokens in zip(PAGES, handles, ids, strict=False):
+            for gone in (page, handle, ",".join(map(str, tokens))):
+                assert gone.encode() not in file.read_bytes()
 
 
 def test_a_tool_marks_the_head_that_is_kept(tmp_path):
