@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 import pickle
+import threading
 
 import langchain_core
 import pytest
@@ -12,7 +13,7 @@ from langchain_core.language_models import FakeMessagesListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 
-from kp_core import Question
+from kp_core import Question, Session
 from kp_core.errors import MissingDependencyError, OptionError, PromptError
 from kp_langchain.messages import ContextOverflowError
 
@@ -150,20 +151,16 @@ def test_what_a_text_model_cannot_decide_is_refused(model):
 
 
 @newer
-async def test_async_answers_are_the_same_and_do_not_block(model, handle):
-    request = {"state": handle, "questions": questions()}
-    ticks, done = [], asyncio.Event()
+async def test_async_answers_are_the_same_and_do_not_block(model, handle, monkeypatch):
+    request, is_free, decide = {"state": handle, "questions": questions()}, threading.Event(), Session._decide
 
-    async def tick():
-        while not done.is_set():
-            ticks.append(1)
-            await asyncio.sleep(0)
+    def decide_when_free(self, *asked):
+        assert is_free.wait(60), "the event loop was blocked"
+        return decide(self, *asked)
 
-    ticking = asyncio.create_task(tick())
+    monkeypatch.setattr(Session, "_decide", decide_when_free)
+    asyncio.get_running_loop().call_later(0.01, is_free.set)
     answers = await model.abatch([request, request])
-    done.set()
-    await ticking
-    assert len(ticks) > 2
     assert answers == model.batch([request, request])
     assert answers[0] == model.invoke(request)
 
