@@ -205,7 +205,7 @@ bench: setup
 	else echo "Left out benchmarks.vllm: 'make setup-vllm' makes its environment."; fi
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(OLDEST) build bench-results .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(OLDEST) build dist bench-results .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Makes both locks anew from pyproject.toml, in a throwaway environment.

@@ -194,7 +194,9 @@ def remove(  # noqa: PLR0913 - one parameter per option
     ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Ids, or their first characters.")] = None,
     *,
     where: Where = None,
-    source: Annotated[str | None, typer.Option(metavar="FILE", help="Only facts of this source.")] = None,
+    source: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Only facts of this source, written as `kp search` shows it.")
+    ] = None,
     namespace: MaybeNamespace = None,
     unused: Annotated[bool, typer.Option("--unused", help="Remove no facts, only packs that no fact uses.")] = False,
     models: Annotated[
@@ -240,6 +242,8 @@ def remove(  # noqa: PLR0913 - one parameter per option
                     f" Chroma's files still hold their text: `chroma vacuum --path {where} clears all but the log of "
                     "its last thousand changes."
                 )
+        if source and not matching:
+            message += " A source is written as `kp search` shows it."
         tell({**report, "facts": len(collection)}, message, as_json=as_json)
 
 

@@ -102,6 +102,8 @@ def test_what_is_removed_goes_with_its_packs(kp: Kp, bank: Path) -> None:
     assert b"heron" not in on_disk(bank / "packs")
     assert b"four sails" in on_disk(bank / "packs")
     assert as_json(kp("remove", "bank", "--source", "other", "--json"))["removed"] == []
+    _, out, _ = kp("remove", "bank", "--source", "other")
+    assert "A source is written as `kp search` shows it." in " ".join(out.split())
 
 
 def test_packs_of_an_old_text_go_with_it(kp: Kp, bank: Path) -> None:
