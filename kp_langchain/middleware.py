@@ -178,8 +178,11 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
             sizes[at] = self._size(groups[at], model)
             if sum(sizes.values()) > limit:
                 for oldest in [each for each in sizes if each not in (at, asked) and groups[each][0].type != "system"]:
-                    if sum(sizes.values()) > limit // 2:
-                        del sizes[oldest]
+                    # An answer without its question would seem to be one to `_LEFT`.
+                    is_answer = isinstance(groups[oldest][0], AIMessage) and len(groups[oldest]) == 1
+                    if sum(sizes.values()) <= limit // 2 and not is_answer:
+                        break
+                    del sizes[oldest]
         kept = [message for at in sizes for message in groups[at]]
         return kept, [message for at, group in enumerate(groups) if at not in sizes for message in group]
 

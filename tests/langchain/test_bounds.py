@@ -82,6 +82,21 @@ def results(messages):
     return [message.text for message in messages if message.type == "tool"]
 
 
+def test_an_answer_leaves_with_its_question(model, handles):
+    turns = [
+        [HumanMessage(f"Question {at}?"), *exchange(at, text), AIMessage("So.")] for at, text in enumerate(handles)
+    ]
+    messages, lengths = [], set()
+    for question, *rest in turns:
+        messages.append(question)
+        note, *others = sent(KnowledgePackMiddleware(memory_tokens=1500), model, messages)
+        if "can be searched again" in note.text:
+            assert others[0].type == "human" or others[0].tool_calls
+            lengths.add(len(messages))
+        messages += rest
+    assert lengths
+
+
 def test_the_oldest_exchanges_leave_in_blocks(model, handles):
     middleware, most, messages, before = KnowledgePackMiddleware(memory_tokens=1500), 1500, reading(handles), []
     blocks = []
