@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from benchmarks import agent, chains, common, grammar
+from benchmarks import agent, chains, grammar
 
 pytestmark = pytest.mark.slow
 
@@ -22,18 +22,27 @@ def _run(model, tmp_path, benchmark, *arguments):
     return figures
 
 
-def test_agent(run, capsys):
-    data = common.data_folder() / "wiki_passages.jsonl"
-    if not data.exists():
-        pytest.skip(f"{data} is absent; set KP_DATA to the folder that holds it")
-    steps = run(agent, "--data", str(data), "--steps", "3")["steps"]
-    sent = {name: [step["prompt_tokens"] for step in found] for name, found in steps.items()}
-    assert sent["text"] == sent["none"] == sorted(set(sent["text"]))
-    assert all(packs < text for packs, text in zip(sent["packs"][1:], sent["text"][1:], strict=True))
-    computed = {name: [step["computed_tokens"] for step in found] for name, found in steps.items()}
-    assert computed["none"] == sent["none"]
-    assert all(packs <= text for packs, text in zip(computed["packs"], computed["text"], strict=True))
-    assert "LangChain agents, 3 steps, float32" in capsys.readouterr().out
+def test_agent(run, tmp_path, capsys):
+    """With packs the calls, words and computed tokens are those of text; what is selected has fewer tokens."""
+    sizes = ("--steps", "3", "--packs", "2", "--tokens", "40", "--asked", "1", "--agents", "text", "packs", "select")
+    figures = run(agent, *sizes)
+    [found] = figures["conversations"]
+    text, packs, select = ([*found[name]["steps"], found[name]["again"]] for name in ("text", "packs", "select"))
+    for mine, theirs, chosen in zip(packs, text, select, strict=True):
+        assert (mine["said"], mine["calls"], mine["read"]) == (theirs["said"], theirs["calls"], theirs["sent"])
+        assert mine["sent"] < theirs["sent"]
+        assert mine["computed"] <= theirs["computed"]
+        assert chosen["read"] < mine["read"]
+    assert [step["sent"] for step in text] == sorted(step["sent"] for step in text)
+    assert all(step["valid"] and not step["repeats"] for step in (*text[:-1], *packs[:-1], *select[:-1]))
+    assert [len(found["packs"][which]) for which in ("old", "new")] == [1, 1]
+    assert "LangChain agents, 3 steps, 2 passages of 40 tokens a step, float32" in capsys.readouterr().out
+    # What is done is read from the file, and what it lacks is made.
+    log = tmp_path / "figures.jsonl"
+    *lines, last = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines))
+    assert run(agent, *sizes) == figures
+    assert log.read_text() == "".join((*lines, last))
 
 
 def test_grammar(run):
