@@ -12,7 +12,7 @@ from kp_core.errors import PackError
 from tests.conftest import alike, tiny_engine
 from tests.matrix import EXAMPLES, architectures, models
 
-law = settings(deadline=None, max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
+law = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 # Words, digits, line feeds, special-token strings, letters outside ASCII: what edges of packs are made of.
 words = st.lists(

@@ -21,7 +21,7 @@ WORDS = (
 SIZES = (1, 9, 40, TILE // 2 - 30, TILE - 40, TILE + 10)
 MOST = 1700
 
-quick = settings(deadline=None, max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 thorough = settings(quick, max_examples=60)
 
 

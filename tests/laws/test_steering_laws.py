@@ -13,7 +13,7 @@ from kp_core.steering import Steering
 from tests.conftest import alike, tiny_engine
 from tests.matrix import EXAMPLES, architectures, models
 
-law = settings(deadline=None, max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
+law = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 PAIRS = [("The formal one.\n", "an 7 er"), ("the other, formal", "er er er 42"), ("中 the", "é an")]
 SCOPES = [None, "system", "prompt", "last_token"]
