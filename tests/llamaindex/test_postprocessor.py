@@ -76,7 +76,8 @@ def test_packs_of_the_first_node_stand_where_the_prompt_has_it(nodes, store, llm
     engine.query(QUESTION)
     tiny_engine().clear_cache()
     engine.query(QUESTION)
-    assert usages[-1]["reused_tokens"] == usages[-1]["pack_tokens"] > 0
+    # The words around it were met twice: they may be stored by now, too.
+    assert usages[-1]["reused_tokens"] >= usages[-1]["pack_tokens"] > 0
 
 
 def test_the_answer_is_that_of_text(packs, nodes, llm, usages):
