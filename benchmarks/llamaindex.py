@@ -133,12 +133,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     engine = common.load_engine(arguments)
     passages = list(dict.fromkeys(str(part) for example in examples for part in example.paragraphs))[: arguments.steps]
     with common.scratch(engine) as folder:
-        store = PackStore(folder)
-        questions = ask_all(engine, store, examples, arguments.tokens, arguments.top_k)
-        agent = {
-            condition: asyncio.run(follow(engine, store, passages, condition))
-            for condition in track(_CONDITIONS, "Agent")
-        }
+        questions = ask_all(engine, PackStore(folder), examples, arguments.tokens, arguments.top_k)
+    agent = dict[str, Any]()
+    for condition in track(_CONDITIONS, "Agent"):
+        with common.scratch(engine) as folder:  # A store for each: what one has kept, the others must not read.
+            agent[condition] = asyncio.run(follow(engine, PackStore(folder), passages, condition))
     return {"dtype": arguments.dtype, "questions": questions, "agent": agent}
 
 
