@@ -69,7 +69,8 @@ class VLLMEngine:
 
     def forked(self) -> None:
         """In a forked process: the connections are those of the other."""
-        transport = httpx.HTTPTransport(retries=2)
+        # Uvicorn closes a connection that was idle for 5 s; one that is used at that moment is lost.
+        transport = httpx.HTTPTransport(retries=2, limits=httpx.Limits(keepalive_expiry=2))
         self._client = httpx.Client(headers=self._headers, timeout=self._timeout, transport=transport)
 
     @cached_property
