@@ -416,7 +416,9 @@ def _signed(calls: Sequence[Mapping[str, Any]], sign: str) -> list[Mapping[str, 
         arguments = call["function"]["arguments"]
         if isinstance(arguments, str):
             arguments = sign + arguments
-        elif texts := [key for key, value in arguments.items() if isinstance(value, str) and value.strip()]:
+        elif isinstance(arguments, Mapping) and (
+            texts := [key for key, value in arguments.items() if isinstance(value, str) and value.strip()]
+        ):
             text = arguments[texts[0]]
             arguments = {**arguments, texts[0]: insert(text, [(_leading(text), sign)])}
         marked.append({**call, "function": {**call["function"], "arguments": arguments}})

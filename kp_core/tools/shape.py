@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any
+from typing import Any, TypeGuard
 
 from kp_core.errors import PromptError
 from kp_core.tools.base import Tool, ToolChoice
@@ -268,9 +269,9 @@ def _exclude_bounds(schema: dict[str, Any]) -> None:
         ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
     ):
         bound = schema.get(excluded)
-        if isinstance(bound, bool) or not isinstance(bound, int | float):
+        if isinstance(bound, bool) or not _is_float(bound):
             continue
-        gaps = [sign * (schema[name] - bound) for name in others if isinstance(schema.get(name), int | float)]
+        gaps = [sign * (schema[name] - bound) for name in others if _is_float(schema.get(name))]
         if 0 < sign * bound < 1e15:  # Integers keep theirs.
             inside = bound * (1 + 1e-15)
         elif gaps and 0 < min(gaps) < 1 and float(bound).is_integer():
@@ -278,8 +279,14 @@ def _exclude_bounds(schema: dict[str, Any]) -> None:
         else:
             continue
         del schema[excluded]
-        if not isinstance(schema.get(included), int | float) or sign * (inside - schema[included]) > 0:
+        other = schema.get(included)
+        if not isinstance(other, int | float) or (inside > other if sign > 0 else inside < other):
             schema[included] = inside
+
+
+def _is_float(number: object) -> TypeGuard[float]:
+    """Whether it is a number that a float can hold."""
+    return isinstance(number, int | float) and abs(number) <= sys.float_info.max
 
 
 def _literals(text: str, form: ToolFormat, token: Callable[[str], int | None]) -> str:

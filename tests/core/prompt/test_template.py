@@ -608,6 +608,17 @@ def test_names_and_text_beside_calls_that_a_template_drops_are_logged_once(caplo
     ]
 
 
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - {"qwen3_coder"}))  # Its template goes through their names.
+def test_arguments_of_a_call_may_be_a_list(name):
+    call = {"id": "call00001", "function": {"name": "add", "arguments": "[1, 2]"}}
+    said = [
+        {"role": "user", "content": "Add."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "call00001"},
+    ]
+    assert "add" in ChatTemplate(FAMILIES[name].tokenizer()).render(said).rendered
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_empty_messages_and_nothing_but_reasoning_are_no_loss(name):
     template = ChatTemplate(FAMILIES[name].tokenizer())

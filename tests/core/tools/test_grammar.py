@@ -345,3 +345,11 @@ def test_parameters_stay_as_they_are_for_the_prompt():
     before = json.dumps(schema)
     tiny_engine().prefill("Go.", tools=[Tool("f", "", schema)])
     assert json.dumps(schema) == before
+
+
+@pytest.mark.parametrize("bound", ["exclusiveMinimum", "exclusiveMaximum", "maximum"])
+def test_a_bound_that_no_float_holds_is_refused(bound):
+    other = "minimum" if "Max" in bound or bound == "maximum" else "exclusiveMaximum"
+    schema = {"type": "object", "properties": {"a": number(**{bound: 10**400, other: 0.5})}}
+    with pytest.raises(PromptError, match="cannot be enforced at #/properties/a"):
+        tiny_engine().generate("x", max_tokens=4, response_schema=schema)
