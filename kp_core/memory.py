@@ -1,10 +1,14 @@
-"""Memory that is filled fast."""
+"""Memory that is filled fast, and Python's collector of it."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 
-__all__ = ["new_memory"]
+__all__ = ["new_memory", "without_collection"]
 
 
 def new_memory(nbytes: int) -> np.ndarray:
@@ -14,3 +18,15 @@ def new_memory(nbytes: int) -> np.ndarray:
     """
     data = np.empty(nbytes + 64, np.uint8)
     return data[(at := -data.ctypes.data % 64) : at + nbytes]
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Pause Python's garbage collector meanwhile."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from inspect import signature
 from pathlib import Path
@@ -43,6 +42,7 @@ from kp_core.engines.hf.probe import probed
 from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.errors import ModelError
+from kp_core.memory import without_collection
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan.request import refuse_unknown
 from kp_core.prompt.template import ChatTemplate
@@ -106,7 +106,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     refuse_unknown(loading, [*signature(load_session).parameters, *LOADING], "load_engine")
     source = bundled_model() if model is None else model
     stamp = stamp_files(source) if isinstance(source, str | Path) else {}
-    with _without_collections():
+    with without_collection():  # It takes half of the time in which a large vocabulary is read, for nothing.
         loaded, hf_tokenizer = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code, **loading)
         # Made first, so that a missing template is reported before the model is probed.
         template = ChatTemplate(hf_tokenizer, template_options)
@@ -159,18 +159,6 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         renew=renew,
     )
     return Session(engine, name=name_of(model), template=template, probe=engine.seconds_per_token)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Pause Python's garbage collector: it takes half of the time in which a large vocabulary is read, for nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def positions(model: str | Path | None) -> int | None:

@@ -8,10 +8,8 @@ yet. `capturing` records on CUDA. Tests record and replay on the CPU.
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from inspect import signature
 from itertools import chain
@@ -26,6 +24,7 @@ from kp_core.engines.hf.kinds import Network
 from kp_core.engines.hf.rows import cache_of_rows
 from kp_core.engines.local.buffer import BufferLayer, KVBuffer
 from kp_core.engines.local.scheduler import is_out_of_memory
+from kp_core.memory import without_collection
 
 __all__ = ["PLAIN_PASSES", "Record", "ReplayedRows", "Replays", "capturing"]
 
@@ -148,7 +147,8 @@ class ReplayedRows:
     def _keep(self, record: Record) -> None:
         """Record the pass, right behind a plain one of this thread, for which libraries prepared what they need."""
         try:
-            with _no_collection():
+            # A collection may free another recorded pass, and CUDA then ends the recording.
+            with without_collection():
                 self.replay = record(self._compute)
         except Exception as error:  # whatever CUDA or a model raises
             if is_out_of_memory(error):
@@ -195,18 +195,6 @@ class ReplayedRows:
             for row, layers in enumerate(self._layers)
         ]
         return torch.cat(outputs)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection meanwhile: it may free another recorded pass, and CUDA then ends the recording."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def capturing(device: torch.device) -> Record:
