@@ -32,10 +32,11 @@ from kp_cli.shared import (
     warn,
 )
 from kp_core import Generation, Message, PackStore
-from kp_core.banks.delivery import KV, Delivery, Found, Unit
+from kp_core.banks.compiling import Unit
+from kp_core.banks.delivery import KV, Delivery, Found
 from kp_core.errors import ContextOverflowError, FactError
+from kp_core.packs.view import Mismatch
 from kp_core.plan.composer import composer_of
-from kp_core.plan.request import Mismatch
 from kp_core.steering import SteeringWarning, load_steering
 from kp_methods.calibration import INSTRUCTION
 

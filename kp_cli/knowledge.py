@@ -36,8 +36,8 @@ from kp_cli.shared import (
 from kp_cli.sources import OnError, read_facts
 from kp_cli.sources.texts import STDIN
 from kp_core.banks import ChromaFactStore, Fact, FactStore
-from kp_core.banks.compiling import compile_cost, find_compiled, provenance_of
-from kp_core.banks.delivery import KV, Delivery, Unit
+from kp_core.banks.compiling import Unit, compile_cost, find_compiled, provenance_of
+from kp_core.banks.delivery import KV, Delivery
 from kp_core.bundled import converted_folders
 from kp_core.errors import FactError, PackError
 from kp_core.packs.codec import Compression

@@ -23,18 +23,6 @@ from filelock import FileLock, Timeout
 
 from kp_core.errors import MissingDependencyError, ModelError
 
-__all__ = [
-    "BUNDLED_MODEL",
-    "BUNDLED_VERSION",
-    "bundled_embedder",
-    "cache_directory",
-    "check_reachable",
-    "converted",
-    "converted_folders",
-    "installed_file",
-    "needing",
-]
-
 logger = logging.getLogger(__name__)
 
 _CONNECT_S = 1.5

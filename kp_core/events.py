@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeAlias
 
-__all__ = ["Listener", "log_event", "subscribe"]
-
 Listener: TypeAlias = Callable[[str, Mapping[str, float | str]], object]
 """Takes the name of an event and its counts. It is called in the thread that did the work, so it must be quick, and it
 must not call an engine or a store."""

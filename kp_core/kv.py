@@ -10,8 +10,6 @@ from torch import Tensor
 
 from kp_core.errors import PackError
 
-__all__ = ["KVTensors"]
-
 
 @dataclass(frozen=True, eq=False)
 class KVTensors:

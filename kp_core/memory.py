@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 import numpy as np
 
-__all__ = ["new_memory", "without_collection"]
-
 
 def new_memory(nbytes: int) -> np.ndarray:
     """Return uninitialised bytes that begin on a cache line.

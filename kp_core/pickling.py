@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
-__all__ = ["Shared"]
-
 _here: WeakValueDictionary[str, Shared] = WeakValueDictionary()
 _opened: dict[str, Shared] = {}
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-__all__ = ["bar_of"]
-
 _LINE_EVERY_S = 5.0
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from kp_core.errors import PackError
 from kp_core.kv import KVTensors
 
-__all__ = ["Rope"]
-
 
 @dataclass(frozen=True, eq=False)
 class Rope:

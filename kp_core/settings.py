@@ -29,8 +29,6 @@ from kp_core.plan.request import ABOUT, OF_THE_CORE, OPTIONS, PER_CALL, Request,
 from kp_core.session.session import Session
 from kp_core.steering import as_steering
 
-__all__ = ["CALL_OPTIONS", "GIVEN", "MODEL_OPTIONS", "EngineSettings", "ModelSettings", "core_choice", "core_role"]
-
 MODEL_OPTIONS = tuple(name for name in OPTIONS if name not in (*PER_CALL, *OF_THE_CORE))
 """Options that are model fields as well as call options."""
 CALL_OPTIONS = tuple(name for name in OPTIONS if name not in OF_THE_CORE)

@@ -15,8 +15,6 @@ from weakref import WeakSet
 
 from kp_core.errors import KnowledgePackError
 
-__all__ = ["check_process", "in_threads", "make_anew", "release_openmp_threads"]
-
 _own = threading.local()
 _POOL_FROM = 1_000_000  # Below this number of bytes, starting threads costs more than it saves.
 _SOFT = 1  # `omp_pause_soft` of OpenMP: threads end, and their settings stay.

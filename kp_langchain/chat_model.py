@@ -32,8 +32,6 @@ from kp_core.settings import MODEL_OPTIONS, ModelSettings, core_choice, core_rol
 from kp_core.tools import AnswerShape
 from kp_langchain.messages import PROVIDER, last_chunk, overflows, to_chunk, to_messages, to_result
 
-__all__ = ["ChatKnowledgePacks", "response_schema"]
-
 _OF_LANGCHAIN = ("model", "response_format", "ls_structured_output_format", "strict", "stream", "stream_usage")
 """Options of a call that only LangChain knows. The last four, which it binds for its own use, have no effect here."""
 _DEFINITION = re.compile(r'"#/\$defs/([^"]+)"')

@@ -36,8 +36,6 @@ except ImportError as error:
         "`pip install -U langchain-core langchain`."
     ) from error
 
-__all__ = ["KnowledgePackDecisions"]
-
 
 class KnowledgePackDecisions(ModelSettings, BaseDecisionModel):  # type: ignore[misc]  # see pyproject.toml
     """A decision model whose state may hold handles: `kp_core.Session.decide` behind LangChain's interface.

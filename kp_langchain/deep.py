@@ -15,8 +15,6 @@ from kp_langchain.messages import PROVIDER
 from kp_langchain.middleware import KnowledgePackMiddleware
 from kp_langchain.store import KnowledgePackStore
 
-__all__ = ["PackBackend", "register"]
-
 _FIELD = "pack"
 _PER_TOKEN = 16  # Characters, at most, of a text that is worth counting in tokens.
 

@@ -20,18 +20,6 @@ from kp_core.packs.view import PackRef, PackView
 from kp_core.prompt.conversation import Message, is_marked, slotted, text_of, tool_call
 from kp_core.settings import core_role
 
-__all__ = [
-    "PROVIDER",
-    "ContextOverflowError",
-    "last_chunk",
-    "overflows",
-    "pack_place",
-    "to_chunk",
-    "to_messages",
-    "to_result",
-    "with_texts",
-]
-
 PROVIDER = "knowledge_packs"
 _SENT = "knowledge_packs_sent"
 """Key in the additional arguments of a message: its content with handles, and the content that has texts instead."""

@@ -29,8 +29,6 @@ from kp_langchain.chat_model import ChatKnowledgePacks
 from kp_langchain.messages import with_texts
 from kp_methods.recall import recalled, remember
 
-__all__ = ["KnowledgePackMiddleware", "PackState", "PackSummarizer", "RepeatedCallMiddleware"]
-
 _START = HumanMessage("?")
 _LEFT = HumanMessage("(Earlier messages have left this conversation. What was found earlier can be searched again.)")
 _TOO_LONG = "(This result has {} tokens, more than the {} that fit here. Ask for less.)"

@@ -27,8 +27,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kp_core import Embedder, Fact, FactStore, Handle, KnowledgePack, Message, Question, Session
 from kp_core.banks import Filter, Hit, Reranker
-from kp_core.banks.compiling import open_facts
-from kp_core.banks.delivery import KV, Delivery, Found, Precompile, Unit
+from kp_core.banks.compiling import Unit, open_facts
+from kp_core.banks.delivery import KV, Delivery, Found, Precompile
 from kp_core.errors import FactError, OptionError
 from kp_core.events import subscribe
 from kp_core.packs.codec import Compression
@@ -39,8 +39,6 @@ from kp_core.plan.request import CompiledFor, refuse_unknown
 from kp_core.prompt.conversation import SLOT, text_of
 from kp_langchain.tools import own_handle
 from kp_methods.edit import How, edit_fact
-
-__all__ = ["KnowledgePackRetriever", "PackRetriever", "WrappedRetriever"]
 
 logger = logging.getLogger(__name__)
 

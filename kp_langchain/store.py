@@ -43,8 +43,6 @@ from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs
 from kp_core.plan.request import CompiledFor
 
-__all__ = ["KnowledgePackStore", "PackItem", "namespace_of"]
-
 _PREFIX, _LONGEST = "lg-", 64
 _ABOUT, _UNSEARCHED = "langgraph", "unsearched"
 _GROWTH = 4  # As in `kp_core.banks.delivery`.

@@ -14,8 +14,6 @@ from kp_core.packs.handle import inert
 from kp_core.packs.store import open_packs
 from kp_core.packs.view import Packs, PackView
 
-__all__ = ["create_pack_search_tool", "own_handle", "resolve_documents", "to_handles"]
-
 logger = logging.getLogger(__name__)
 
 

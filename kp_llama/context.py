@@ -23,8 +23,6 @@ from kp_core.engines.local.buffer import memory_bytes
 from kp_core.errors import MissingDependencyError, ModelError
 from kp_llama.state import BUILDS, TYPES
 
-__all__ = ["MOST_SEQUENCES", "Context", "Tokens"]
-
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")

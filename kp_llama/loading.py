@@ -23,8 +23,6 @@ from kp_llama.context import Context
 from kp_llama.model import LlamaModel
 from kp_llama.state import TYPES
 
-__all__ = ["load_session"]
-
 _LEAST = 64  # llama.cpp ends the process if a pass has room for fewer tokens than there are sequences.
 
 

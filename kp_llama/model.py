@@ -20,8 +20,6 @@ from kp_core.rope import Rope
 from kp_llama.context import Context, Tokens
 from kp_llama.state import measured_shape, read_state, state_size, write_state
 
-__all__ = ["LlamaModel", "SequenceBuffer", "SequencePool"]
-
 _PROBE = 8  # Tokens of the first state, from which the layout is read.
 
 

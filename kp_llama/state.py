@@ -19,8 +19,6 @@ from kp_core.engines.local.buffer import CacheShape
 from kp_core.errors import ModelError, PackError
 from kp_core.kv import KVTensors
 
-__all__ = ["BUILDS", "TYPES", "measured_shape", "read_state", "state_size", "write_state"]
-
 BUILDS = ("0.3.36",)
 """Releases of llama-cpp-python with this layout."""
 

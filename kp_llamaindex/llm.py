@@ -41,8 +41,6 @@ from kp_core.plan.request import OPTIONS
 from kp_core.settings import GIVEN, ModelSettings
 from kp_llamaindex.messages import MEMORY, PartialAnswer, to_completion, to_messages, to_response
 
-__all__ = ["KnowledgePackLLM"]
-
 T = TypeVar("T")
 
 _DEFAULT_OUTPUT = 512

@@ -20,8 +20,6 @@ from kp_core.settings import EngineSettings
 from kp_llamaindex.messages import MEMORY, to_messages
 from kp_methods.recall import recalled, remember
 
-__all__ = ["KnowledgePackMemoryBlock"]
-
 _LEFT = "(Earlier parts of this conversation have left it. What was found earlier can be searched again.)"
 _MOST_TOKENS = 512  # Of an answer without `max_tokens`, as in a request.
 

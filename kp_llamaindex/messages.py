@@ -28,8 +28,6 @@ from kp_core.errors import PromptError
 from kp_core.prompt.conversation import slotted, tool_call
 from kp_core.settings import core_role
 
-__all__ = ["MEMORY", "PartialAnswer", "pack_place", "to_completion", "to_messages", "to_response"]
-
 MEMORY = "memory"
 """Key in the provenance of a pack: the name of the memory block that made it."""
 

@@ -18,8 +18,6 @@ from kp_core import Fact
 from kp_core.errors import FactError
 from kp_core.packs.handle import inert
 
-__all__ = ["NumberSources", "PackNode", "to_node", "to_where"]
-
 logger = logging.getLogger(__name__)
 
 _COMPARED = {

@@ -27,8 +27,6 @@ from kp_llamaindex.llm import KnowledgePackLLM
 from kp_llamaindex.messages import pack_place
 from kp_llamaindex.nodes import PackNode, to_node, to_where
 
-__all__ = ["KnowledgePackPostprocessor", "KnowledgePackRetriever"]
-
 _PACKING = ("engine", "namespace", "unit", "compiled_for", "lazy", "precompile", "compress")
 
 

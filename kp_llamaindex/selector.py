@@ -15,8 +15,6 @@ from kp_core import Decisions, Question
 from kp_core.session.deciding import Rotations
 from kp_llamaindex.llm import KnowledgePackLLM
 
-__all__ = ["KnowledgePackSelector"]
-
 _WHICH = "Which of these is best to answer the question above?"
 _IS = "Can this help to answer the question above?\n\n{}"
 

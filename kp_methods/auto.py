@@ -11,8 +11,6 @@ from kp_core.prompt.conversation import Turn
 from kp_methods.calibration import KEPT, LOW, calibrations_of
 from kp_methods.select import arranged
 
-__all__ = ["AutoComposer"]
-
 
 @dataclass(frozen=True)
 class AutoComposer(Composer):

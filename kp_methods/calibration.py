@@ -28,18 +28,6 @@ from kp_core.progress import bar_of
 from kp_core.session.reading import Generation
 from kp_core.session.session import Session
 
-__all__ = [
-    "Calibration",
-    "CalibrationQuestion",
-    "CalibrationRow",
-    "Calibrations",
-    "MeasuredComposer",
-    "blob_key",
-    "calibrate_composers",
-    "calibrations_of",
-    "enough_of",
-]
-
 logger = logging.getLogger(__name__)
 
 COMPOSERS = ("select:packs=1", "select", "splice")

@@ -21,14 +21,12 @@ from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import OVERWRITTEN
 from kp_core.packs.pack import Correction, Edit, Edits, KnowledgePack, common_length, root_of
 from kp_core.packs.view import PackRef
-from kp_core.plan.composer import Region
 from kp_core.plan.plan import Plan, plan_regions
+from kp_core.plan.region import Region
 from kp_core.plan.request import CompiledFor
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.session.session import Session
 from kp_methods.splice import SpliceComposer
-
-__all__ = ["How", "amend", "current_text", "edit", "edit_fact", "overwrite", "rebuild", "replaced", "squash"]
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,6 @@ from kp_core.plan.composer import composer_of
 from kp_core.prompt.conversation import GAP, Turn
 from kp_core.session.session import Session
 
-__all__ = ["recalled", "remember"]
-
 _NEAREST, _MOST = 20, 2
 _MET = 10_000  # Handles among which is searched; SQLite, and so Chroma, takes 32,766 values.
 

@@ -23,14 +23,13 @@ from kp_core.errors import ModelError, OptionError
 from kp_core.packs.blobs import replace_file
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef, PackView, Segment
-from kp_core.plan.composer import Arrangement, Host, Region
+from kp_core.plan.composer import Arrangement, Host
 from kp_core.plan.plan import Plan
+from kp_core.plan.region import Region
 from kp_core.progress import bar_of
 from kp_core.prompt.conversation import GAP, Turn
 from kp_methods.calibration import MeasuredComposer, blob_key, calibrations_of
 from kp_methods.splice import SpliceComposer
-
-__all__ = ["SelectComposer", "Selector", "arranged", "selector_of"]
 
 logger = logging.getLogger(__name__)
 

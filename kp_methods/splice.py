@@ -10,8 +10,6 @@ from kp_core.plan.composer import Host
 from kp_core.prompt.prompt import Prompt, Span
 from kp_methods.calibration import MeasuredComposer
 
-__all__ = ["SpliceComposer"]
-
 
 @dataclass(frozen=True)
 class SpliceComposer(MeasuredComposer):

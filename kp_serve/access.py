@@ -12,8 +12,6 @@ from kp_core.errors import ModelError
 from kp_core.packs.handle import check_namespace
 from kp_core.packs.view import TRUSTED_ROLES
 
-__all__ = ["KEYS_VARIABLE", "Access", "access_of", "read_keys"]
-
 KEYS_VARIABLE = "KP_API_KEYS"
 """Environment variable with the keys: JSON, a map from each key to the fields of its `Access`."""
 _MIN_CHARS = 20

@@ -12,8 +12,6 @@ from kp_core.session.reading import VisibleText
 from kp_serve.asked import COMPUTED
 from kp_serve.wire import Send
 
-__all__ = ["Answer"]
-
 _TEXTS = {"text", "content", "reasoning", "reasoning_content", "refusal", "arguments"}
 _PARTS = {"message", "delta", "function", "function_call"}
 _END = b"\n\n"

@@ -22,21 +22,6 @@ from kp_core.plan.region import Region
 from kp_core.prompt.prompt import SoftTokens
 from kp_core.steering import Steering, steering_bytes, steering_of
 
-__all__ = [
-    "COMPUTED",
-    "FIRST_PACK",
-    "Moved",
-    "Placed",
-    "asked",
-    "blocks_as_json",
-    "blocks_of",
-    "digest_of",
-    "moved_packs",
-    "soft_as_text",
-    "soft_of",
-    "steered",
-]
-
 COMPUTED = "kp-computed-tokens"
 """Response header: the number of tokens computed before the prompt could be steered or its packs moved."""
 FIRST_PACK = "kp-pack"

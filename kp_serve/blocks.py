@@ -12,8 +12,6 @@ from vllm.platforms import current_platform
 from kp_core.errors import ModelError, PackError
 from kp_core.kv import KVTensors
 
-__all__ = ["PagedKV", "layer_names"]
-
 
 def layer_names(names: Iterable[str]) -> list[str]:
     """The layer names of vLLM, sorted by the layer number that each contains."""

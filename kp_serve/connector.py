@@ -35,8 +35,6 @@ from kp_serve.blocks import PagedKV, layer_names
 from kp_serve.rights import Rights, server_key
 from kp_serve.stored import Part, Reader, StoredKV, named
 
-__all__ = ["PackConnector"]
-
 logger = logging.getLogger(__name__)
 
 _TRIED = 16  # Number of longest packs to look up; each lookup is one or two `stat` calls.

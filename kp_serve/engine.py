@@ -21,8 +21,6 @@ from kp_core.session.session import Session
 from kp_core.threads import make_anew
 from kp_serve.asked import COMPUTED, FIRST_PACK, asked
 
-__all__ = ["VLLMEngine", "load_session"]
-
 
 def load_session(
     model: Any = None,  # noqa: ANN401 - as `tokenizer`

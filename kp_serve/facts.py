@@ -15,8 +15,6 @@ from kp_serve.access import Access
 from kp_serve.state import ServerState, refuse_unknown
 from kp_serve.wire import HTTPError, Visit
 
-__all__ = ["answer_facts"]
-
 _FIELDS = ("text", "title", "source", "metadata", "id", "expires")
 _MOST, _AT_ONCE = 1000, 16  # Most facts of one request; most that vLLM compiles at a time.
 

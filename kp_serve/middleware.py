@@ -22,8 +22,6 @@ from kp_serve.rights import Rights, salt_of
 from kp_serve.state import ServerState, refuse_unknown
 from kp_serve.wire import App, HTTPError, Receive, Scope, Send, Visit, replay, send_json
 
-__all__ = ["PackMiddleware", "until_end"]
-
 logger = logging.getLogger(__name__)
 
 _GET = {"/v1/models", "/metrics", "/version"}

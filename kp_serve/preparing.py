@@ -27,8 +27,6 @@ from kp_serve.state import ServerState
 from kp_serve.stored import Part, is_compiled
 from kp_serve.wire import HTTPError, Visit
 
-__all__ = ["laid_steps", "prepared", "steered_steps"]
-
 _Step: TypeAlias = tuple[list[int] | Tensor, Rights]
 """A prompt, and the rights with which it is computed."""
 

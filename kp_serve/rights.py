@@ -16,8 +16,6 @@ from kp_core.errors import ModelError
 from kp_core.packs.handle import check_namespace
 from kp_serve.stored import Part
 
-__all__ = ["KEY_VARIABLE", "Rights", "salt_of", "server_key"]
-
 _PARAMETER = "kp"  # The only name that is read in `kv_transfer_params`.
 KEY_VARIABLE = "KP_SERVE_KEY"
 """Environment variable with which `kp serve` passes the server's key, in hexadecimal, to vLLM's processes."""

@@ -29,8 +29,6 @@ from kp_serve.rights import Rights, salt_of, server_key
 from kp_serve.stored import is_compiled
 from kp_serve.wire import HTTPError, Visit, send_bytes
 
-__all__ = ["VARIABLE", "ServerState", "refuse_unknown"]
-
 VARIABLE = "KP_SERVE"
 """Environment variable with which `kp serve` passes its settings, as JSON, to the middleware."""
 

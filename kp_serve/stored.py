@@ -24,8 +24,6 @@ from kp_core.packs.store import PackStore
 from kp_core.rope import Rope
 from kp_serve.asked import blocks_of
 
-__all__ = ["Part", "Reader", "StoredKV", "is_compiled", "named"]
-
 _AT_ONCE = 8
 _FIRST = 4  # Number of first tokens that index the packs behind one prefix.
 

@@ -12,8 +12,6 @@ import httpx
 
 from kp_serve.access import Access
 
-__all__ = ["App", "HTTPError", "Receive", "Scope", "Send", "Visit", "replay", "send_bytes", "send_json"]
-
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]

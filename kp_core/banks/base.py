@@ -13,8 +13,6 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from kp_core.errors import FactError
 from kp_core.packs.handle import check_namespace
 
-__all__ = ["Added", "Fact", "Filter", "Hit", "Reranker", "Value", "content_id"]
-
 _DIGEST_BYTES = 16
 _DEFAULT_NAMESPACE = "default"
 _DEEPEST, _BITS = 16, 4096

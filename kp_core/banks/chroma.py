@@ -25,8 +25,6 @@ from kp_core.errors import FactError, KnowledgePackError, gone
 from kp_core.pickling import Shared
 from kp_core.threads import check_process
 
-__all__ = ["ChromaFactStore"]
-
 _OURS = "kp:"  # Prefix of our names in metadata of records and collections.
 _BUNDLED = "all-MiniLM-L6-v2"
 _HNSW = {"space": "cosine", "ef_search": 200}

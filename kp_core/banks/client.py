@@ -21,17 +21,6 @@ from kp_core.bundled import needing
 from kp_core.errors import FactError, FactStoreLockedError
 from kp_core.packs.blobs import replace_file
 
-__all__ = [
-    "FACTS",
-    "SCHEMA",
-    "check_unlocked",
-    "is_fact_store",
-    "is_url",
-    "open_client",
-    "prepared",
-    "version_of",
-]
-
 FACTS, SCHEMA = "facts", 1
 _MARKER, _LOCK = "kp.json", "kp.lock"
 

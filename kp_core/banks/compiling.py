@@ -25,8 +25,6 @@ from kp_core.packs.view import Packs
 from kp_core.plan.request import CompiledFor
 from kp_core.session.session import Session
 
-__all__ = ["Unit", "compile_cost", "compile_facts", "find_compiled", "open_facts", "provenance_of"]
-
 logger = logging.getLogger(__name__)
 
 Unit: TypeAlias = Literal["fact", "bank", "document"]

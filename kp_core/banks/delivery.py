@@ -27,8 +27,6 @@ from kp_core.packs.view import Packs
 from kp_core.plan.request import CompiledFor
 from kp_core.session.session import Session
 
-__all__ = ["KV", "Delivery", "Found", "Precompile", "Unit"]
-
 logger = logging.getLogger(__name__)
 
 KV: TypeAlias = Literal["stored", "lazy"]

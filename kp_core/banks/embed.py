@@ -23,8 +23,6 @@ from kp_core.threads import make_anew
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-__all__ = ["Embedder", "OtherEmbedder", "SentenceTransformerEmbedder", "as_embedder", "checked_vectors", "normalised"]
-
 _UNIT_TOLERANCE = 1e-3
 _MANY = 500
 _BUNDLED_NAME = "all-MiniLM-L6-v2"

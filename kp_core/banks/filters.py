@@ -28,8 +28,6 @@ from typing import Any
 from kp_core.banks.base import Fact, Filter, Value
 from kp_core.errors import FactError
 
-__all__ = ["ORDERED", "Predicate", "predicate"]
-
 Predicate = Callable[[Fact], bool]
 _Test = Callable[[Value | None], bool]
 

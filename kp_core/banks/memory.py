@@ -12,8 +12,6 @@ from kp_core.banks.embed import Embedder
 from kp_core.banks.filters import predicate
 from kp_core.banks.store import BANK_SIZE, FactStore, Row, Vectors, alive, ranked
 
-__all__ = ["MemoryFactStore"]
-
 
 class MemoryFactStore(FactStore):
     """A fact store in memory, lost when the process ends; the tests compare `ChromaFactStore` with it."""

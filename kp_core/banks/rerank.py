@@ -13,8 +13,6 @@ from kp_core.banks.base import Hit, Reranker
 from kp_core.bundled import needing
 from kp_core.errors import FactError
 
-__all__ = ["LexicalReranker", "hits_wanted"]
-
 
 def hits_wanted(k: int, rerank: Reranker | None) -> int:
     """Return how many hits to fetch for the best `k`: the reranker's depth if that is larger.

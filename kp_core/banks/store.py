@@ -23,8 +23,6 @@ from kp_core.errors import FactError
 from kp_core.pickling import Shared
 from kp_core.threads import make_anew
 
-__all__ = ["BANK_SIZE", "LARGEST", "FactStore", "Row", "Vectors", "alive", "cluster", "ranked"]
-
 logger = logging.getLogger(__name__)
 
 Vectors = NDArray[np.float32]

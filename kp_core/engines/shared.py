@@ -18,8 +18,6 @@ from kp_core.plan.engine import Engine
 from kp_core.plan.request import refuse_unknown
 from kp_core.session.session import Session
 
-__all__ = ["load_engine", "session_of", "shared_engine"]
-
 logger = logging.getLogger(__name__)
 
 ENGINES, FILES = "knowledge_packs.engines", "knowledge_packs.files"

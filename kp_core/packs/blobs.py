@@ -21,8 +21,6 @@ try:
 except ImportError:  # Windows has no file locks of this kind.
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["BlobStat", "Blobs", "Buffer", "FolderBlobs", "check_key", "replace_file"]
-
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _KEY = re.compile(r"(?!staging(?:/|$))[a-z0-9][a-z0-9_.-]*(?:/[a-z0-9][a-z0-9_.-]*)*")

@@ -14,8 +14,6 @@ from torch import Tensor
 from kp_core.errors import PackCorruptError, PackError, gone
 from kp_core.packs.blobs import Buffer
 
-__all__ = ["Compression", "check_compression", "decode", "digest", "encode"]
-
 Compression: TypeAlias = Literal["none", "lossless"]
 """How the KV of a pack is stored. `lossless`: zstd compresses the most significant byte of each number, which holds
 sign and exponent and repeats; the other bytes do not shrink and stay raw."""

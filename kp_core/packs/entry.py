@@ -28,8 +28,6 @@ from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.pack import check_integers
 from kp_core.threads import in_threads
 
-__all__ = ["VERSION", "Entry", "EntryFile", "digest_of", "encode_entry", "open_entry", "read_header"]
-
 logger = logging.getLogger(__name__)
 
 VERSION = "6"

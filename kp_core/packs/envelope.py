@@ -21,8 +21,6 @@ from torch import Tensor
 from kp_core.errors import PackCorruptError, PackError
 from kp_core.packs.blobs import Buffer, replace_file
 
-__all__ = ["DTYPES", "Envelope", "from_json", "header_entries", "header_stop", "mapping", "raw", "string", "to_json"]
-
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
 """The dtypes a tensor may have, and their safetensors names."""
 

@@ -8,8 +8,6 @@ from hashlib import blake2b
 
 from kp_core.errors import PackCorruptError, PackError
 
-__all__ = ["NUMERICS", "OVERWRITTEN", "ModelFingerprint", "mismatch"]
-
 NUMERICS = ("dtype", "engine", "passes")
 """The fields that affect only rounding; all other fields are the identity of the model."""
 OVERWRITTEN = "/overwrite:"

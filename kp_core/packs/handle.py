@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from kp_core.errors import PromptError
 
-__all__ = ["Handle", "check_namespace", "find_handles", "handles_like", "inert", "mint", "strip_handles"]
-
 _NAMESPACE = r"[a-z0-9_-]{1,64}"
 # 13 bytes make 104 bits, written as 21 characters of base32.
 _DIGEST_BYTES, _ID = 13, r"[a-z2-7]{21}"

@@ -16,8 +16,6 @@ from kp_core.bundled import cache_directory
 from kp_core.errors import MissingDependencyError, PackError
 from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs, check_key
 
-__all__ = ["LocalCopies", "ObjectBlobs", "is_far", "open_blobs"]
-
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)")
 _CACHE_BYTES = 8 * 2**30
 _FRESH_SECONDS = 1.0

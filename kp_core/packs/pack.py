@@ -23,21 +23,6 @@ from kp_core.packs.handle import check_namespace
 if TYPE_CHECKING:
     from kp_core.steering import Steering
 
-__all__ = [
-    "Correction",
-    "Edit",
-    "Edits",
-    "KnowledgePack",
-    "PackKey",
-    "Prefix",
-    "check_integers",
-    "common_length",
-    "decode_text",
-    "encode_text",
-    "root_of",
-    "split_text",
-]
-
 logger = logging.getLogger(__name__)
 
 _EDITS = "kp:edits"  # Key in the provenance of a pack.

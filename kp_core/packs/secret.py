@@ -11,8 +11,6 @@ from hashlib import blake2b
 from kp_core.errors import PackError
 from kp_core.packs.blobs import Blobs
 
-__all__ = ["forget_secrets", "is_made", "load_secrets"]
-
 _VARIABLE = "KP_SECRET"
 _SECRET_BYTES = 32
 _FOLDER = "secrets"

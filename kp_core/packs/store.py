@@ -40,8 +40,6 @@ from kp_core.packs.view import Packs
 from kp_core.progress import bar_of
 from kp_core.threads import make_anew
 
-__all__ = ["PackStore", "default_room", "open_packs"]
-
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8

@@ -13,8 +13,6 @@ from kp_core.packs.envelope import from_json, mapping, to_json
 from kp_core.packs.secret import is_made
 from kp_core.threads import make_anew
 
-__all__ = ["LastUse", "last_use_of"]
-
 _FLUSH_SECONDS = 60
 _MOST_NAMES = 100_000
 

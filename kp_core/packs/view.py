@@ -21,19 +21,6 @@ if TYPE_CHECKING:
     from kp_core.packs.codec import Compression
     from kp_core.packs.entry import Entry
 
-__all__ = [
-    "TRUSTED_ROLES",
-    "Mismatch",
-    "PackRef",
-    "PackView",
-    "Packs",
-    "Segment",
-    "Unresolved",
-    "explicit_packs",
-    "usable",
-    "why_unresolved",
-]
-
 logger = logging.getLogger(__name__)
 
 TRUSTED_ROLES = frozenset({"system", "user", "tool"})

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from kp_core.plan.engine import Engine
     from kp_core.plan.plan import Plan
 
-__all__ = ["COMPOSERS", "Arrangement", "Composer", "ExactComposer", "Host", "Move", "Region", "composer_of", "moves"]
-
 COMPOSERS = "knowledge_packs.composers"
 """Entry points of composers by name: classes, or functions that make one from parameters."""
 

@@ -18,8 +18,6 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan.plan import Limit, Plan
 from kp_core.tools import Scores
 
-__all__ = ["CAPABILITIES", "Attends", "Branches", "Compiles", "Engine", "FinishReason", "HasCache", "TokenStream"]
-
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "cancelled"]
 
 CAPABILITIES = {

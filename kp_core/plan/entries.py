@@ -14,8 +14,6 @@ from kp_core.packs.handle import find_handles
 from kp_core.packs.pack import Prefix
 from kp_core.plan.plan import Plan
 
-__all__ = ["entries_along"]
-
 _GAP_TOKENS = 64  # Most tokens between two packs that are kept together with the second one.
 _BEGINS = 8  # First tokens of a part that belong to its key.
 _BEGINNING, _WORDS = 64, 16  # Least tokens of a beginning of a conversation, and of each part of words in it.

@@ -21,8 +21,6 @@ from kp_core.plan.region import Region
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.steering import Scope, Steering
 
-__all__ = ["COMPUTED", "Limit", "Plan", "Region", "Sampling", "number", "plan_regions", "plan_steered"]
-
 _GAP_TOKENS = 64  # Maximum text between two packs of one composed region; longer text is a region of its own.
 
 COMPUTED = ("computed", "steered")

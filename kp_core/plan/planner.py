@@ -25,8 +25,6 @@ from kp_core.prompt.conversation import Message, Turn, placed, unresolved
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.steering import as_steering
 
-__all__ = ["Learned", "Planner"]
-
 logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_TOKENS = 512

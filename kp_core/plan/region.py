@@ -19,8 +19,6 @@ from kp_core.steering import Steering
 if TYPE_CHECKING:
     from kp_core.plan.composer import Composer
 
-__all__ = ["Region"]
-
 
 @dataclass(frozen=True)
 class Region:

@@ -18,19 +18,6 @@ from kp_core.prompt.conversation import Message, Placement
 from kp_core.steering import AskedSteering, Scope
 from kp_core.tools import AnswerShape, Tool, ToolChoice
 
-__all__ = [
-    "ABOUT",
-    "OF_THE_CORE",
-    "OPTIONS",
-    "PER_CALL",
-    "CompiledFor",
-    "Keep",
-    "Mismatch",
-    "Request",
-    "checked_options",
-    "refuse_unknown",
-]
-
 CompiledFor: TypeAlias = Sequence[Message] | Literal["user", "system"]
 Keep: TypeAlias = Literal["used_twice", "always", "never"]
 

@@ -14,26 +14,6 @@ from kp_core.packs.handle import handles_like
 from kp_core.packs.pack import root_of
 from kp_core.packs.view import PackRef, PackView, Segment
 
-__all__ = [
-    "GAP",
-    "SLOT",
-    "Message",
-    "Placement",
-    "Turn",
-    "filled",
-    "is_marked",
-    "map_strings",
-    "placed",
-    "schema_instruction",
-    "slotted",
-    "text_of",
-    "to_turns",
-    "tool_call",
-    "unresolved",
-    "with_errata",
-    "with_instruction",
-]
-
 Message: TypeAlias = Mapping[str, Any]
 """A chat message as chat templates take it: `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`.
 `cache_control` marks the end of a beginning to keep (`is_marked`)."""

@@ -14,8 +14,6 @@ from typing import Any
 
 from kp_core.errors import ModelError, PromptError
 
-__all__ = ["Encoded", "PromptEncoder", "insert"]
-
 _SIGN = re.compile(r"[^\w\s]")
 
 

@@ -14,8 +14,6 @@ from kp_core.errors import OptionError
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef
 
-__all__ = ["Prompt", "SoftTokens", "Span"]
-
 
 @dataclass(frozen=True, eq=False)
 class SoftTokens:

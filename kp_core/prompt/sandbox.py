@@ -12,8 +12,6 @@ from typing import Any
 from jinja2 import nodes
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-__all__ = ["literals", "render"]
-
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
     """Render the template `source` with `variables`.

@@ -31,8 +31,6 @@ from kp_core.packs.view import PackRef
 from kp_core.prompt.conversation import GAP, Turn, tool_call, with_instruction
 from kp_core.tools import Tool, ToolFormat
 
-__all__ = ["TurnShaper"]
-
 _CALLING = "You can call tools. To call one, write\n{}\nwith arguments that fit its parameters. The tools:"
 
 

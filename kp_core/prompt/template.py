@@ -36,8 +36,6 @@ from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.shims import TurnShaper
 from kp_core.tools import AnswerShape, ToolFormat, format_of, thought_of
 
-__all__ = ["ChatTemplate"]
-
 # Texts that may follow a pack. Tokens that survive all of these are the pack's own (see `tokenise_pack`).
 _ANY_FOLLOWER = ("\n", "\n\n", " ", "  ", "a", "A", " a", "1", ".", ",", ")", "'", '"', "-", "é", "中")
 # After a final line feed only the next pack or the caller's system message can follow, which begin with a letter or a

@@ -14,8 +14,6 @@ from kp_core.errors import ModelError, OptionError, PromptError, UnsupportedRequ
 from kp_core.prompt.conversation import GAP, Message, text_of
 from kp_core.session.reading import Usage
 
-__all__ = ["Ballot", "Decision", "Decisions", "Question", "Rotations", "asked_behind", "ballots_of"]
-
 Rotations: TypeAlias = int | Literal["all"]
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from kp_core.plan.plan import COMPUTED, Plan
 
-__all__ = ["Explanation", "Row", "explain"]
-
 
 @dataclass(frozen=True)
 class Row:

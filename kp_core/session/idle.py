@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 
 from kp_core.errors import ModelError
 
-__all__ = ["IdleQueue", "Job"]
-
 logger = logging.getLogger(__name__)
 
 Job: TypeAlias = Callable[[], Iterable[object] | None]

@@ -12,8 +12,6 @@ from kp_core.progress import bar_of
 from kp_core.prompt.conversation import Message
 from kp_core.session.reading import Generation
 
-__all__ = ["Asked", "Key", "answer_many"]
-
 Asked = Sequence[Message] | str | Mapping[str, Any]
 """A conversation, or a mapping of its `messages` and its own options."""
 Key = TypeVar("Key", bound=Hashable)

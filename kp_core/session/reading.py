@@ -25,18 +25,6 @@ from kp_core.prompt.template import ChatTemplate
 from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader, Tool, ToolCall
 from kp_core.tools.logprobs import BYTE_TOKEN, TokenLogprob, scored_token, token_bytes
 
-__all__ = [
-    "Generation",
-    "StreamDecoder",
-    "Usage",
-    "VisibleText",
-    "grammar_of",
-    "miss_of",
-    "read_answer",
-    "usage_of",
-    "usage_of_all",
-]
-
 _MAYBE_HANDLE = re.compile(
     r"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt])|(?<=/[a-z2-7]{21}))(?:kp:[a-z0-9_-]{1,64}/[a-z2-7]{21})*"
     r"k(?:p(?::[a-z0-9_-]{0,64}(?:/[a-z2-7]{0,21})?)?)?\Z|\\[nrt]?\Z"

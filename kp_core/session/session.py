@@ -56,8 +56,6 @@ from kp_core.steering.contrast import make_steering
 from kp_core.threads import make_anew
 from kp_core.tools import Delta
 
-__all__ = ["Session"]
-
 logger = logging.getLogger(__name__)
 
 _PACED = 256  # Shorter prefills do not count for the pace, because the fixed cost of a pass dominates them.

@@ -14,8 +14,6 @@ from kp_core.session.reading import Generation
 from kp_core.threads import make_anew
 from kp_core.tools import Delta
 
-__all__ = ["AsyncStream", "Stream", "in_thread"]
-
 T = TypeVar("T")
 
 

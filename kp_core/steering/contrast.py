@@ -17,8 +17,6 @@ from kp_core.progress import bar_of
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering.value import LayerRange, Method, Pair, Steering, check_method, resolve_layers
 
-__all__ = ["make_steering"]
-
 _Side: TypeAlias = tuple[Prefix, tuple[int, ...]]
 _ADVICE = "expected pairs of (positive, negative), each a text or a list of messages."
 

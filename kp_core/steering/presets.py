@@ -9,8 +9,6 @@ from typing import Any
 
 from kp_core.errors import OptionError
 
-__all__ = ["preset", "preset_about", "preset_names"]
-
 
 @cache
 def preset_names() -> tuple[str, ...]:

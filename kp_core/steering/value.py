@@ -23,24 +23,6 @@ from kp_core.packs.envelope import Envelope
 from kp_core.packs.fingerprint import ModelFingerprint, mismatch
 from kp_core.prompt.conversation import Message
 
-__all__ = [
-    "AskedSteering",
-    "LayerRange",
-    "Method",
-    "Pair",
-    "Scope",
-    "Side",
-    "Steering",
-    "SteeringWarning",
-    "as_steering",
-    "check_method",
-    "load_steering",
-    "resolve_layers",
-    "save_steering",
-    "steering_bytes",
-    "steering_of",
-]
-
 Method: TypeAlias = Literal["mean", "last_token"]
 Side: TypeAlias = str | Sequence[Message]
 """One side of a contrastive pair: a conversation, or the text of one user message."""

@@ -9,8 +9,6 @@ from typing import Any, TypeAlias
 from kp_core.errors import PromptError
 from kp_core.tools.logprobs import TokenLogprob
 
-__all__ = ["Delta", "JsonScan", "Tool", "ToolCall", "ToolCallDelta", "ToolChoice"]
-
 ToolChoice: TypeAlias = str
 """`"auto"`: the model decides; `"any"`: it must call a tool; `"none"`: it may not; else the name of the tool to
 call."""

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = ["BYTE_TOKEN", "Scores", "TokenLogprob", "scored_token", "token_bytes"]
-
 Scores: TypeAlias = Sequence[tuple[int, float]]
 """The log-probability of a token of an answer, and of the likeliest tokens in its place, each as (id, logprob)."""
 

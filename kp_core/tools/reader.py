@@ -19,9 +19,6 @@ from kp_core.bundled import needing
 from kp_core.tools.base import Delta, JsonScan, ToolCall, ToolCallDelta
 from kp_core.tools.formats import HARMONY, THINK, Thought, ToolFormat
 
-__all__ = ["AnswerReader", "HarmonyReader"]
-
-
 _ID_ALPHABET = string.ascii_lowercase + string.digits
 
 

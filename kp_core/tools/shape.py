@@ -14,8 +14,6 @@ from kp_core.errors import PromptError
 from kp_core.tools.base import Tool, ToolChoice
 from kp_core.tools.formats import THINK, Thought, ToolFormat
 
-__all__ = ["AnswerShape", "refused_part"]
-
 _DEEPEST = 100
 """Maximum nesting of a schema."""
 # The spacing of `json.dumps`, which chat templates show models. With free spacing, small models may pad forever.

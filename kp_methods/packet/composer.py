@@ -23,8 +23,6 @@ from kp_core.prompt.conversation import Turn
 from kp_core.prompt.prompt import Prompt, SoftTokens, Span
 from kp_methods.calibration import MeasuredComposer
 
-__all__ = ["SHIPPED", "PacketComposer", "read_signed", "write_signed"]
-
 SHIPPED = Path(__file__).parent / "wrappers" / "smollm2-135m-instruct.safetensors"
 """The wrapper of the bundled model; its training record has the command that made it."""
 

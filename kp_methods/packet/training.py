@@ -35,20 +35,6 @@ from kp_core.prompt.conversation import GAP, Turn
 from kp_core.session.session import Session
 from kp_methods.packet.composer import PacketComposer, read_signed, write_signed
 
-__all__ = [
-    "Documents",
-    "PacketTraining",
-    "Sample",
-    "Samples",
-    "Taught",
-    "checkpoint_of",
-    "divergence",
-    "student",
-    "teach",
-    "train_wrapper",
-    "wrapper_scores",
-]
-
 Documents = Sequence[tuple[str, str]]
 """Title (may be empty) and text of each document."""
 

@@ -20,19 +20,6 @@ from transformers import AttentionInterface
 
 from kp_core.engines.local.buffer import TILE
 
-__all__ = [
-    "NAME",
-    "Sees",
-    "attend",
-    "by_products",
-    "grouped_rows",
-    "joined",
-    "keys_to_read",
-    "tile_of_each",
-    "tiled_attention",
-    "tiles_of",
-]
-
 NAME = "kp_tiles"
 
 _ROWS = 4

@@ -38,8 +38,6 @@ try:  # Newer releases of transformers read some architectures in another way.
 except ImportError:
     _READ_WHOLE = {}
 
-__all__ = ["unpack"]
-
 logger = logging.getLogger(__name__)
 
 _SHARD = 320 * 2**20  # Bytes of tensors that wait to be written as one file; the bundled model is one.

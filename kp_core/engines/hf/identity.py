@@ -27,23 +27,6 @@ from kp_core.prompt.template import ChatTemplate
 if TYPE_CHECKING:  # Importing it takes seconds, and not every engine needs it.
     from transformers import PreTrainedModel
 
-__all__ = [
-    "adapter_state",
-    "checkpoint_folder",
-    "commit_of",
-    "converted_tokenizer",
-    "digest_files",
-    "digest_tensors",
-    "fingerprint_of",
-    "identity_of",
-    "load_part",
-    "load_tokenizer",
-    "place_of",
-    "stamp_files",
-    "tokenizer_identity",
-    "unreadable",
-]
-
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Weight files, in the order in which transformers looks for them."""
 

@@ -25,21 +25,6 @@ from kp_core.engines.hf.attention import Sees
 from kp_core.engines.local.buffer import BufferLayer, CacheShape, KVBuffer, StateShape
 from kp_core.errors import ModelError
 
-__all__ = [
-    "PROBE",
-    "WINDOW_SIZES",
-    "CacheKind",
-    "LayersDone",
-    "Network",
-    "cache_of",
-    "cache_parameter",
-    "kind_of",
-    "measured_shape",
-    "placed_cache_of",
-    "positions_of",
-    "rope_parameters",
-]
-
 PROBE = 8
 """Tokens of the forward pass that measures the shape of a cache."""
 _INDEXED = "its layers keep an index beside keys and values, by which they choose what to look at"

@@ -48,18 +48,6 @@ from kp_core.plan.request import refuse_unknown
 from kp_core.prompt.template import ChatTemplate
 from kp_core.session.session import Session
 
-__all__ = [
-    "LOADING",
-    "best_device",
-    "best_dtype",
-    "bundled_model",
-    "load",
-    "load_session",
-    "name_of",
-    "positions",
-    "watched",
-]
-
 logger = logging.getLogger(__name__)
 
 LOADING = ("attn_implementation", "device_map", "quantization_config", "revision", "token", "torch_dtype")

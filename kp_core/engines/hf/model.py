@@ -35,8 +35,6 @@ from kp_core.errors import UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.rope import Rope
 
-__all__ = ["CausalModel"]
-
 _APART = 37  # Distance of the two positions at which a key is computed to find its rotation.
 
 LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")

@@ -10,8 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PackedLinear", "pack_weights"]
-
 _MOST_BYTES = 2 * 2**30
 """Most bytes of packed weights, which are a second copy. Packing saves more time in smaller models."""
 

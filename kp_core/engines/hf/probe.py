@@ -40,8 +40,6 @@ from kp_core.packs.blobs import replace_file
 from kp_core.progress import bar_of
 from kp_core.threads import release_openmp_threads
 
-__all__ = ["pad_rows", "probed", "rows_agree", "use_replay", "why_not_bitwise"]
-
 logger = logging.getLogger(__name__)
 
 _NARROW = PROBE - 3  # Tokens of a sliding window during a probe.

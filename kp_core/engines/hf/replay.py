@@ -26,8 +26,6 @@ from kp_core.engines.local.buffer import BufferLayer, KVBuffer
 from kp_core.engines.local.scheduler import is_out_of_memory
 from kp_core.memory import without_collection
 
-__all__ = ["PLAIN_PASSES", "Record", "ReplayedRows", "Replays", "capturing"]
-
 logger = logging.getLogger(__name__)
 
 Record: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]

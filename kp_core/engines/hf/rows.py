@@ -17,8 +17,6 @@ from kp_core.engines.local.buffer import TILE, BufferLayer, KVBuffer
 from kp_core.engines.local.model import Memory
 from kp_core.engines.local.tree import common_tokens
 
-__all__ = ["Rows", "RowsLayer", "cache_of_rows", "run_ragged"]
-
 _SHORT = 2 * TILE
 """Rows with fewer tokens than this share one attention call without a common prefix, over a copy of their keys."""
 

@@ -18,8 +18,6 @@ from transformers import (
 from kp_core.engines.local.grammar import Constraint
 from kp_core.plan.plan import Sampling
 
-__all__ = ["sampler_of"]
-
 _PART = 16384
 """Logits per call of `max`. torch divides more than twice as many among threads, which answers decoded together
 would have to restart for each token."""

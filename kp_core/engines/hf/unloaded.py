@@ -17,8 +17,6 @@ from kp_core.engines.hf.model import CausalModel
 from kp_core.errors import ModelError, UnsupportedRequestError
 from kp_core.rope import Rope
 
-__all__ = ["rope_of", "token_embeddings"]
-
 _INNER = 16  # Inner width of the MLPs of a narrow model (`rope_of`), which does not affect keys.
 
 

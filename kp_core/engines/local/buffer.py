@@ -26,17 +26,6 @@ from kp_core.kv import KVTensors
 from kp_core.memory import new_memory
 from kp_core.plan.plan import Limit
 
-__all__ = [
-    "TILE",
-    "BufferLayer",
-    "BufferPool",
-    "CacheShape",
-    "KVBuffer",
-    "StateShape",
-    "default_cache_bytes",
-    "memory_bytes",
-]
-
 logger = logging.getLogger(__name__)
 
 

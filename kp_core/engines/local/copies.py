@@ -14,8 +14,6 @@ from torch import Tensor
 
 from kp_core.kv import KVTensors
 
-__all__ = ["copy_layer", "rows_of", "start_copies", "to_host"]
-
 
 @cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:

@@ -30,8 +30,6 @@ from kp_core.plan.plan import Limit, Plan
 from kp_core.threads import check_process, make_anew
 from kp_core.tools import Scores
 
-__all__ = ["LocalEngine"]
-
 _WINDOW = 256
 """Plans of `kv` examined together: enough to find several with the same prefix, few enough to hold in memory."""
 _MOST_TEXTS, _MOST_TOKENS = 16, 512  # Of one pass.

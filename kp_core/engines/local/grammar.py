@@ -21,8 +21,6 @@ from kp_core.tools.shape import refused_part
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["Constraint", "Grammars"]
-
 _KEPT = 64  # Compiled grammars in the cache.
 _FEW = 200  # Top-ranked tokens, enough to write nearly every string.
 _SPARE = 256  # The search for an end goes this many tokens beyond the room, so that errors can say how many it takes.

@@ -15,8 +15,6 @@ from kp_core.kv import KVTensors
 from kp_core.plan.plan import Sampling
 from kp_core.rope import Rope
 
-__all__ = ["Memory", "Model"]
-
 Memory: TypeAlias = dict[int, dict[int, Tensor]]
 """Where each group of rows copies keys, 0, and values, 1. Using tensors again is faster than new memory."""
 

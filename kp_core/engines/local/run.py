@@ -24,8 +24,6 @@ from kp_core.plan.region import Region
 from kp_core.prompt.prompt import SoftTokens, Span
 from kp_core.threads import in_threads, release_openmp_threads
 
-__all__ = ["Run", "match"]
-
 logger = logging.getLogger(__name__)
 
 _TOGETHER_TOKENS = 256

@@ -21,8 +21,6 @@ from kp_core.engines.local.model import Memory, Model
 from kp_core.errors import ModelError
 from kp_core.threads import release_openmp_threads
 
-__all__ = ["Decoding", "Scheduler", "is_out_of_memory"]
-
 _Result = TypeVar("_Result")
 
 _MOST_ROWS = 16  # Most answers in one pass.

@@ -24,8 +24,6 @@ from kp_core.events import log_event
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import common_length
 
-__all__ = ["Name", "Node", "Path", "PrefixTree", "common_tokens"]
-
 logger = logging.getLogger(__name__)
 
 _serials = itertools.count(1)

@@ -29,8 +29,8 @@ from kp_core import (
     PackStore,
     load_engine,
 )
-from kp_core.banks.compiling import compile_facts, open_facts
-from kp_core.banks.delivery import Delivery, Unit
+from kp_core.banks.compiling import Unit, compile_facts, open_facts
+from kp_core.banks.delivery import Delivery
 from kp_core.errors import FactError, OptionError, PackError, PromptError
 from kp_core.events import subscribe
 from kp_core.prompt.encoding import PromptEncoder
