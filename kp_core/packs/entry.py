@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import logging
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -27,8 +26,6 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.pack import check_integers
 from kp_core.threads import in_threads
-
-logger = logging.getLogger(__name__)
 
 VERSION = "6"
 """The format version that we write and read."""

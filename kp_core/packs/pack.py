@@ -262,26 +262,20 @@ def encode_text(packs: Sequence[KnowledgePack]) -> bytes:
         ) from error
 
 
-def split_text(data: Buffer, is_own: Callable[[str], bool]) -> tuple[str, str]:
-    """Return the first line and the text of a text file; `is_own` knows the text.
+def decode_text(data: Buffer, namespace: str, is_own: Callable[[str], bool]) -> tuple[KnowledgePack, ...]:
+    """Return what `encode_text` was given, or the text alone if what stands before it is damaged.
 
-    A file of release 0.2 is a text without such a line. Raises `PackCorruptError` if the text is another one.
+    `is_own` knows the text; a file of release 0.2 is nothing but that. Raises `PackCorruptError` for another text.
     """
     try:
         whole = str(data, "utf-8")
     except UnicodeDecodeError as error:
         raise PackCorruptError(f"It is not Unicode: {error}.") from error
     line, _, text = whole.partition("\n")
-    if is_own(text):
-        return line, text
-    if is_own(whole):
-        return "", whole
-    raise PackCorruptError("It holds another text than that of its handle.")
-
-
-def decode_text(data: Buffer, namespace: str, is_own: Callable[[str], bool]) -> tuple[KnowledgePack, ...]:
-    """Return what `encode_text` was given, or the text alone if what stands before it is damaged. As `split_text`."""
-    line, text = split_text(data, is_own)
+    if not is_own(text):
+        line, text = "", whole
+        if not is_own(text):
+            raise PackCorruptError("It holds another text than that of its handle.")
     alone = KnowledgePack(text, namespace, (), (), ModelFingerprint.unknown())
     if not line:
         return (alone,)

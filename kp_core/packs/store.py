@@ -33,7 +33,7 @@ from kp_core.packs.envelope import header_stop
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace, mint
 from kp_core.packs.objects import open_blobs
-from kp_core.packs.pack import KnowledgePack, PackKey, common_length, decode_text, encode_text, split_text
+from kp_core.packs.pack import KnowledgePack, PackKey, common_length, decode_text, encode_text
 from kp_core.packs.secret import forget_secrets, load_secrets
 from kp_core.packs.uses import last_use_of
 from kp_core.packs.view import Packs
@@ -257,9 +257,6 @@ class PackStore(Packs):
 
         Returns the pack as compiled for `key`, else for its model, else as it was compiled first.
         """
-        return self._find(handle, key)
-
-    def _find(self, handle: Handle, key: PackKey | None) -> KnowledgePack | None:
         packs = self.compiled(handle)
         if not packs:
             return None
@@ -287,7 +284,7 @@ class PackStore(Packs):
 
         Raises `PackNotFoundError` if there is none, `PackCorruptError` if its text is damaged.
         """
-        pack = self._find(handle, key)
+        pack = self.peek(handle, key)
         if pack is None:
             raise PackNotFoundError(f"{self.blobs} has no pack {handle}. Build it and `put` it, or check the path.")
         if not pack.stored_bytes:
@@ -320,7 +317,7 @@ class PackStore(Packs):
     def entries(self, handle: Handle) -> Iterator[KnowledgePack]:
         """Yield the pack without KV for each model and prefix that it was put with, the first one first."""
         for pack in self.compiled(handle):
-            if found := self._find(handle, pack.key):
+            if found := self.peek(handle, pack.key):
                 file = self.head(self._entry(handle, pack)) if found.stored_bytes else None
                 yield replace(found, compression=file.compression) if file else found
 
@@ -553,12 +550,6 @@ class PackStore(Packs):
                         ) from error
                     # Perhaps it is of a secret that was configured elsewhere.
         return ()
-
-    def _text(self, handle: Handle) -> str | None:
-        """Return the text of a pack; `None` if it is absent or damaged."""
-        with suppress(FileNotFoundError, PackCorruptError):
-            return split_text(self.blobs.read(_text_key(handle)), _texts_of(self.secrets, handle))[1]
-        return None
 
     def _listed(self, *prefixes: str) -> dict[str, BlobStat]:
         return {key: stat for prefix in prefixes or ("packs/", _BEHIND) for key, stat in self.blobs.list(prefix)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -47,8 +46,6 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan.request import refuse_unknown
 from kp_core.prompt.template import ChatTemplate
 from kp_core.session.session import Session
-
-logger = logging.getLogger(__name__)
 
 LOADING = ("attn_implementation", "device_map", "quantization_config", "revision", "token", "torch_dtype")
 """Further arguments of `load` for `from_pretrained`; `torch_dtype` is an older name of `dtype`."""

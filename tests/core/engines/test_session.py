@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kp_core
-from kp_core import PackStore, Session, TokenStream
+from kp_core import PackStore, PackView, Session, TokenStream
 from kp_core.errors import ModelError, OptionError, UnsupportedRequestError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import PackKey
@@ -191,7 +191,7 @@ def test_a_request_is_rendered_and_tokenised_once_and_a_handle_is_resolved_once(
     handles = [store.put(engine.build_pack(f"Island {n} is green.", namespace="isles")) for n in range(2)]
     question, counts = f"{handles[0]}\n{handles[1]}\n\nWhich?", Counter()
     engine.generate(question, view=store.view("isles"), max_tokens=2)  # Keeps the prefixes of packs.
-    for kind, name in ((ChatTemplate, "_prompt"), (PromptEncoder, "encode"), (PackStore, "peek")):
+    for kind, name in ((ChatTemplate, "_prompt"), (PromptEncoder, "encode"), (PackView, "peek")):
         _count(monkeypatch, counts, kind, name)
     engine.generate(question, view=store.view("isles"), max_tokens=2, composer="splice")
     assert counts == {"_prompt": 1, "encode": 1, ("peek", handles[0]): 1, ("peek", handles[1]): 1}
