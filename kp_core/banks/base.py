@@ -94,7 +94,7 @@ class Fact:
 
 
 def content_id(text: str, namespace: str = _DEFAULT_NAMESPACE, source: str = "") -> str:
-    """Return the default id of a fact; without `source`, also of all facts of release 0.2 and before."""
+    """Return the default id of a fact."""
     content = text if namespace == _DEFAULT_NAMESPACE else f"{namespace}\0{text}"
     if source:
         content = f"{len(source)}:{source}{namespace}\0{text}"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kp_core.banks.base import LATEST, Added, Fact, Filter, Hit, Reranker, content_id
+from kp_core.banks.base import LATEST, Added, Fact, Filter, Hit, Reranker
 from kp_core.banks.embed import Embedder, as_embedder, checked_vectors, normalised
 from kp_core.banks.filters import predicate
 from kp_core.banks.rerank import hits_wanted
@@ -342,24 +342,12 @@ class FactStore(Shared, ABC):
         for space in dict.fromkeys(fact.namespace for fact in batch):
             if expired := self._expired(space):
                 self._remove(space, expired)
-            given = self._with_stored_ids(space, [fact for fact in batch if fact.namespace == space])
+            given = [fact for fact in batch if fact.namespace == space]
             new, superseded = (self._next_versions(space, given), ()) if overwrite else self._new(space, given)
             report += Added(len(new), len(given) - len(new) - len(superseded), superseded)
             if new:
                 missing[space] = new
         return report, missing
-
-    def _with_stored_ids(self, space: str, given: list[Fact]) -> list[Fact]:
-        """Return `given` with the ids that releases before 0.3 gave them, digests of the text alone, where stored."""
-        older = {content_id(fact.text, space): fact for fact in given if fact.source and not fact.is_named}
-        rows = self._rows(space, ids=list(older)) if older else ()
-        sources = {row.fact.id: row.fact.source for row in rows}
-        return [
-            replace(fact, id=older_id)
-            if not fact.is_named and sources.get(older_id := content_id(fact.text, space)) == fact.source
-            else fact
-            for fact in given
-        ]
 
     def _new(self, space: str, given: Sequence[Fact]) -> tuple[list[Fact], tuple[str, ...]]:
         """Return the facts that the namespace does not have, and the ids for which it has a later version."""

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kp_core.banks import Added, ChromaFactStore, Fact, FactStore, MemoryFactStore
-from kp_core.banks.base import content_id
 from kp_core.banks.filters import predicate
 from kp_core.errors import FactError
 from tests.kits import HashEmbedder
@@ -378,22 +377,6 @@ def test_equal_texts_of_two_sources_are_two_facts(make_store: MakeStore) -> None
     assert store.delete(["c"]) == 1
     assert [fact.text for fact in store.facts(where={"source": "a.md"})] == [SAME]
     assert store.verify() == []  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("space", ["default", "isles"])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_ids_of_texts_alone_stay_readable(make_store: MakeStore, space: str, *, overwrite: bool) -> None:
-    store, two = make_store(HashEmbedder()), [replace(fact, namespace=space, id="") for fact in TWO]
-    old = replace(two[0], id=content_id(SAME, space))
-    store.add([old])
-    report = store.add(two, overwrite=overwrite)
-    assert (report.added, report.duplicates) == (1, 1)
-    assert list(store.facts()) == [old, two[1]]
-    if not overwrite:
-        store.update(replace(old, text="Before ten."))
-        assert store.add(two).superseded == (old.id,)
-    assert store.delete([old.id]) == 1
-    assert list(store.facts()) == two[1:]
 
 
 def test_a_search_in_banks_does_not_wait_for_the_embedding_of_new_facts(make_store: MakeStore) -> None:
