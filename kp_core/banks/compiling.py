@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from kp_core.banks import ChromaFactStore, Fact, FactStore, MemoryFactStore
@@ -101,7 +100,7 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     return [results.get((fact.namespace, fact.text)) for fact in facts]
 
 
-def find_compiled(
+def find_compiled(  # noqa: C901 - with the look at one pack, which the rest uses twice
     units: Iterable[Fact],
     session: Session,
     store: Packs,
@@ -124,7 +123,24 @@ def find_compiled(
     except ShortTextError:  # The template carries no packs.
         return {}, {}
     key = PackKey(session.fingerprint, prefix)
-    is_compiled = partial(_is_compiled, session, store, compiled_for, key, lazy=lazy)
+
+    def is_compiled(handle: Handle, pack: KnowledgePack | None) -> bool:
+        """Whether a stored pack has this model and position, and its KV unless `lazy`."""
+        if pack is None or pack.fingerprint != key.model:
+            return False
+        if pack.prefix != prefix:
+            # The first characters of some texts share a token with the text before them: their prefix is another one.
+            try:
+                own_prefix, token_ids = session.template.tokenise_pack(pack.text, compiled_for)
+            except ShortTextError:
+                return False
+            pack = store.peek(handle, PackKey(key.model, own_prefix))
+            if pack is None or pack.fingerprint != key.model:
+                return False
+            if (pack.prefix, pack.token_ids) != (own_prefix, token_ids):
+                return False
+        return lazy or pack.stored_bytes > 0 or not store.get(handle, pack.key).is_lazy
+
     if len(handles) > _LOOKED_AT:
         sample = list(handles.values())[:: len(handles) // _SAMPLE]
         if all(is_compiled(handle, store.peek(handle, key)) for handle in sample):
@@ -132,31 +148,6 @@ def find_compiled(
     stored = {unit: pack for unit, handle in handles.items() if (pack := store.peek(handle, key))}
     compiled = {unit: handles[unit] for unit, pack in stored.items() if is_compiled(handles[unit], pack)}
     return compiled, {unit: pack for unit, pack in stored.items() if unit not in compiled}
-
-
-def _is_compiled(  # noqa: PLR0913 - as `find_compiled`
-    session: Session,
-    store: Packs,
-    compiled_for: CompiledFor,
-    key: PackKey,
-    handle: Handle,
-    pack: KnowledgePack | None,
-    *,
-    lazy: bool,
-) -> bool:
-    """Whether a stored pack has this model and position, and its KV unless `lazy`."""
-    if pack is None or pack.fingerprint != key.model:
-        return False
-    if pack.prefix != key.prefix:
-        # The first characters of some texts share a token with the text before them, so their prefix is another one.
-        try:
-            prefix, token_ids = session.template.tokenise_pack(pack.text, compiled_for)
-        except ShortTextError:
-            return False
-        pack = store.peek(handle, PackKey(key.model, prefix))
-        if pack is None or pack.fingerprint != key.model or (pack.prefix, pack.token_ids) != (prefix, token_ids):
-            return False
-    return lazy or pack.stored_bytes > 0 or not store.get(handle, pack.key).is_lazy
 
 
 def compile_cost(
