@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,14 +19,6 @@ from kp_core.steering.value import LayerRange, Method, Pair, Steering, check_met
 
 _Side: TypeAlias = tuple[Prefix, tuple[int, ...]]
 _ADVICE = "expected pairs of (positive, negative), each a text or a list of messages."
-
-
-class _Means(NamedTuple):
-    """Means over the positions of one side, per layer: keys and values, `(kv_heads, head_dim)`, and norms of values."""
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    norms: list[float]
 
 
 def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
@@ -56,32 +48,23 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
         raise OptionError(f"Got {pairs!r} for pairs; {_ADVICE}")
     check_method(method, keys=c_k is not None)
     sides = [side for index, pair in enumerate(pairs) for side in _sides(template, pair, index, method)]
-    means: list[_Means] = []
-    bar = bar_of("Reading pairs", len(sides), "side", kv(sides), shown=progress)
-    chosen_layers: tuple[int, ...] = ()
-    for side_kv in bar:
-        chosen_layers = chosen_layers or resolve_layers(layers, side_kv.layers)
+    means: list[list[tuple[Tensor, Tensor, float]]] = []
+    for side_kv in bar_of("Reading pairs", len(sides), "side", kv(sides), shown=progress):
+        chosen_layers = resolve_layers(layers, side_kv.layers)
         means.append(_means(side_kv, method))
-    side_means = list(zip(means[::2], means[1::2], strict=True))
-    deltas = {
-        name: {
-            layer: torch.stack(
-                [getattr(positive, name)[layer] - getattr(negative, name)[layer] for positive, negative in side_means]
-            ).mean(dim=0)
-            for layer in chosen_layers
-        }
-        for name in ("keys", "values")
-    }
-    scales = {
-        layer: sum(positive.norms[layer] + negative.norms[layer] for positive, negative in side_means)
-        / (2 * len(side_means))
-        for layer in chosen_layers
-    }
+    key_deltas, value_deltas, scales = dict[int, Tensor](), dict[int, Tensor](), dict[int, float]()
+    for layer in chosen_layers:
+        keys, values, norms = zip(*(side[layer] for side in means), strict=True)
+        key_deltas[layer], value_deltas[layer] = (
+            (torch.stack(side_means[::2]) - torch.stack(side_means[1::2])).mean(dim=0) for side_means in (keys, values)
+        )
+        pairs_of_norms = zip(norms[::2], norms[1::2], strict=True)
+        scales[layer] = sum(positive + negative for positive, negative in pairs_of_norms) / len(norms)
     steering = Steering(
-        deltas["values"],
+        value_deltas,
         model,
         method,
-        deltas["keys"] if method == "last_token" else {},
+        key_deltas if method == "last_token" else {},
         scales,
         provenance={
             "made": f"{method} of {len(pairs)} pairs",
@@ -109,14 +92,15 @@ def _sides(template: ChatTemplate, pair: Pair, index: int, method: Method) -> tu
     return (prefix, positive.token_ids[start:]), (prefix, negative.token_ids[start:])
 
 
-def _means(kv: KVTensors, method: Method) -> _Means:
+def _means(kv: KVTensors, method: Method) -> list[tuple[Tensor, Tensor, float]]:
+    """Per layer, the means over positions: of keys and of values, `(kv_heads, head_dim)`, and of the values' norms."""
     if method == "last_token":
         at = max(kv.tokens - 2, 0)
         kv = kv.slice(at, at + 1)
-    kv = kv.to("cpu")  # MPS has no float64.
-    return _Means(
-        [key.double().mean(dim=1) for key in kv.keys],
-        [value.double().mean(dim=1) for value in kv.values],
+    means = []
+    cpu_kv = kv.to("cpu")  # MPS has no float64.
+    for key, value in zip(cpu_kv.keys, cpu_kv.values, strict=True):
         # The norm of a token is over the values of all its heads.
-        [float(value.double().square().sum(dim=(0, 2)).sqrt().mean()) for value in kv.values],
-    )
+        norm = value.double().square().sum(dim=(0, 2)).sqrt().mean()
+        means.append((key.double().mean(dim=1), value.double().mean(dim=1), float(norm)))
+    return means
