@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
+from functools import cache
 from typing import TypeVar
 
 from kp_core.plan.plan import Limit
 from kp_core.session.reading import Generation
-from kp_core.threads import make_anew
 from kp_core.tools import Delta
 
 T = TypeVar("T")
 
 
-class _Threads:
-    """The threads for requests of asyncio."""
+@cache
+def _threads(name: str) -> ThreadPoolExecutor:
+    """The threads for requests of asyncio, by name.
 
-    def __init__(self) -> None:
-        # asyncio's default pool has few threads on a small machine, and answers decoded together wait for each other.
-        self.requests = ThreadPoolExecutor(64, "kp-async")
-        # A new request may wait for memory until running streams end, so steps of streams have their own threads.
-        self.steps = ThreadPoolExecutor(64, "kp-async-step")
-
-    forked = __init__
+    asyncio's default pool has few threads on a small machine, and answers decoded together wait for each other. A new
+    request may wait for memory until running streams end, so steps of streams have their own threads.
+    """
+    return ThreadPoolExecutor(64, name)
 
 
-_threads = _Threads()
-make_anew(_threads)
+if hasattr(os, "register_at_fork"):  # No thread survives a fork.
+    os.register_at_fork(after_in_child=_threads.cache_clear)
 
 
 class Stream:
@@ -129,7 +128,7 @@ async def in_thread(
     Cancelling the task sets `limit.cancel`; `clean_up` then runs once `work` has returned. Raises
     `GenerationTimeoutError` if the time is up before a thread is free; later, `work` itself must end at `limit`.
     """
-    begun = (_threads.steps if is_step else _threads.requests).submit(copy_context().run, work)
+    begun = _threads("kp-async-step" if is_step else "kp-async").submit(copy_context().run, work)
     future = asyncio.wrap_future(begun)
     try:
         if limit.timeout is not None:

@@ -32,6 +32,8 @@ _SECONDS, _ALL_SECONDS = 0.5, 3.0
 _ZEROS = 24  # Zeros that the search for the end of a number appends.
 _LETTERS = 100  # Letters that the search for the end of a string tries in one place.
 _FORKS, _FORKS_HERE = 64, 8  # Alternatives that a search tries in all, and in one place.
+_DIGITS, _CLOSERS = "0123456789.-", "},]"  # What writes a number, and what may stand behind it.
+_PLAIN = "aA0-_.@:/+ "  # Enough for most strings, one of a kind.
 _MIN_LENGTH = re.compile(r'"minLength": (\d+)')
 _THOUGHT, _THOUGHT_END = "<think>", "</think>"
 
@@ -117,33 +119,9 @@ class Grammars:
         ranked: list[int] = self.preferred[0].tolist()
         return torch.tensor([token for token in ranked if not set(self.text([token])) & {'"', "\\"}])
 
-    def _of(self, signs: str) -> tuple[int, ...]:
+    def tokens_of(self, signs: str) -> tuple[int, ...]:
+        """The tokens of these single characters, as far as there are any."""
         return tuple(self.signs[sign] for sign in signs if sign in self.signs)
-
-    @cached_property
-    def digits(self) -> tuple[int, ...]:
-        """The tokens that write numbers."""
-        return self._of("0123456789.-")
-
-    @cached_property
-    def zero(self) -> tuple[int, ...]:
-        """The token of the digit zero."""
-        return self._of("0")
-
-    @cached_property
-    def closers(self) -> tuple[int, ...]:
-        """The tokens that may stand behind a number."""
-        return self._of("},]")
-
-    @cached_property
-    def quote(self) -> tuple[int, ...]:
-        """The token that ends a string."""
-        return self._of('"')
-
-    @cached_property
-    def plain(self) -> tuple[int, ...]:
-        """Tokens that are enough for most strings, one of a kind."""
-        return self._of("aA0-_.@:/+ ")
 
 
 class Constraint:
@@ -273,7 +251,7 @@ class Constraint:
                 return None
             if not step:
                 mask, ranked = lookahead.compute_bitmask(), self._grammars.preferred[0 if scan.inside else 1]
-                digits = self._grammars.digits
+                digits = self._grammars.tokens_of(_DIGITS)
                 most = 1 if forks is None else 1 + len(digits) + _FORKS_HERE
                 chosen, *others = _first_allowed(mask, ranked, most) or [self._end]
                 is_number = not scan.inside and chosen in digits
@@ -305,30 +283,28 @@ class Constraint:
 
     def _number(self, matcher: LLMatcher) -> list[int] | None:
         """Tokens after which the number in `matcher` can end: the fewest, or a few and then zeros."""
-        digits, closers = self._grammars.digits, self._grammars.closers
         for most in (_FEW, _FEW_STATES, _STATES):
             states: list[tuple[LLMatcher, bytes, list[int]]] = []
-            if found := self._shortest(matcher, digits, closers, most, states):
+            if found := self._shortest(matcher, _DIGITS, _CLOSERS, most, states):
                 return found
             for state, _, path in states if most < _STATES else ():
-                if zeros := self._shortest(state, self._grammars.zero, closers, _ZEROS):
+                if zeros := self._shortest(state, "0", _CLOSERS, _ZEROS):
                     return path + zeros
         return None
 
     def _string(self, matcher: LLMatcher, scan: JsonScan, far: int) -> list[int] | None:
         """Tokens after which the string in `matcher` can be closed; more than `far` if it must be longer."""
-        quote = self._grammars.quote
-        if found := self._shortest(matcher, self._grammars.plain, quote, _FEW_STATES):
+        if found := self._shortest(matcher, _PLAIN, '"', _FEW_STATES):
             return found
         if self._least > far:
             return [self._end] * (far + 1)
-        return self._varied(matcher, scan, far) or self._shortest(matcher, (), quote, _STATES)
+        return self._varied(matcher, scan, far) or self._shortest(matcher, "", '"', _STATES)
 
     def _shortest(
         self,
         matcher: LLMatcher,
-        alphabet: Sequence[int],
-        goals: Sequence[int],
+        alphabet: str,
+        goals: str,
         most: int,
         last: list[tuple[LLMatcher, bytes, list[int]]] | None = None,
     ) -> list[int] | None:
@@ -340,12 +316,13 @@ class Constraint:
         tokens after as many steps, one goes on: a long string is one path. Digits of a number are all tried, because
         what is left of a division is not seen in the tokens that may follow.
         """
-        is_number, tried = goals is self._grammars.closers, 0
+        is_number, tried = goals == _CLOSERS, 0
+        tokens_of_alphabet, tokens_of_goals = map(self._grammars.tokens_of, (alphabet, goals))
         level: list[tuple[LLMatcher, bytes, list[int]]] = [(matcher, matcher.compute_bitmask(), [])]
         while level:
             states: dict[bytes | int, tuple[LLMatcher, bytes, list[int]]] = {}
             for state, mask, path in level:
-                tokens = [token for token in alphabet if _allows(mask, token)]
+                tokens = [token for token in tokens_of_alphabet if _allows(mask, token)]
                 if not tokens and not is_number:
                     tokens = _first_allowed(mask, self._grammars.letters, _LETTERS)
                 for token in tokens:
@@ -356,7 +333,7 @@ class Constraint:
                             last += level
                         return None
                     follows = after.compute_bitmask()
-                    if after.is_accepting() or any(_allows(follows, goal) for goal in goals):
+                    if after.is_accepting() or any(_allows(follows, goal) for goal in tokens_of_goals):
                         return [*path, token]
                     states.setdefault(tried if is_number else follows, (after, follows, [*path, token]))
             level = list(states.values())
