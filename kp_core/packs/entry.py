@@ -30,13 +30,18 @@ from kp_core.threads import in_threads
 VERSION = "6"
 """The format version that we write and read."""
 
-_ENVELOPE = Envelope("knowledge-pack-entry", "entry", (VERSION,), advice="Upgrade the package, or delete the file.")
+_ENVELOPE = Envelope("knowledge-pack-entry", "entry", VERSION, advice="Upgrade the package, or delete the file.")
 _STATE = "states."
+
+
+def packed_ids(token_ids: Sequence[int]) -> bytes:
+    """Return tokens as they are digested: 8 bytes each, the least significant first."""
+    return struct.pack(f"<{len(token_ids)}Q", *token_ids)
 
 
 def digest_of(token_ids: Sequence[int]) -> str:
     """Return the digest of tokens that precede an entry of which nothing is altered; see `Entry.before`."""
-    return blake2b(struct.pack(f"<{len(token_ids)}Q", *token_ids), digest_size=16).hexdigest()
+    return blake2b(packed_ids(token_ids), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -241,7 +246,7 @@ def read_header(data: Buffer, size: int | None = None) -> EntryFile:
     """
     size = len(data) if size is None else size
     head = bytes(data[: header_stop(data, size)])
-    _, metadata, entries = _ENVELOPE.read_head(head)
+    metadata, entries = _ENVELOPE.read_head(head)
     file = replace(_from_json(metadata), head=head)
     if entries != file.entries():
         raise PackCorruptError("The tensors of the header are not those of the metadata.")

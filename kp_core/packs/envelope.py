@@ -31,7 +31,7 @@ _ALIGNMENT = 64  # Tensor data begins on a cache line, for readers that map the 
 
 @dataclass(frozen=True)
 class Envelope:
-    """A kind of file: its `format`, the metadata entry with its JSON, and the `versions` we read (we write the last).
+    """A kind of file: its `format`, the metadata entry with its JSON, and the `version` that we write and read.
 
     The digest covers the version and the JSON, and with `covers_tensors` also the tensors. Without it, the JSON holds
     digests of the tensors, and the reader checks them. `advice` says what to do with a file of another version.
@@ -39,7 +39,7 @@ class Envelope:
 
     format: str
     content: str
-    versions: tuple[str, ...]
+    version: str
     covers_tensors: bool = False
     advice: str = "A later release may read it."
 
@@ -47,19 +47,19 @@ class Envelope:
         self, text: str, entries: Mapping[str, object], tensors: Mapping[str, Tensor] | None = None
     ) -> bytes:
         """Return the bytes before the tensors: length field, header around the JSON `text`, padding."""
-        version = self.versions[-1]
-        metadata = {"format": self.format, "version": version, "digest": self._digest(version, text, tensors or {})}
+        digest = self._digest(self.version, text, tensors or {})
+        metadata = {"format": self.format, "version": self.version, "digest": digest}
         header = to_json({"__metadata__": {**metadata, self.content: text}, **entries}).encode()
         header += b" " * (-(8 + len(header)) % _ALIGNMENT)
         return len(header).to_bytes(8, "little") + header
 
-    def read_head(self, head: bytes) -> tuple[str, str, dict[str, object]]:
-        """Check a `head` and return version, JSON text and tensor entries, for files whose digest covers the JSON.
+    def read_head(self, head: bytes) -> tuple[str, dict[str, object]]:
+        """Check a `head` and return JSON text and tensor entries, for files whose digest covers the JSON.
 
-        Raises `PackCorruptError` for damaged metadata, `PackError` for intact ones of an unknown version.
+        Raises `PackCorruptError` for damaged metadata, `PackError` for intact ones of another version.
         """
         metadata, entries = self._metadata(head)
-        return *self._checked(metadata, {}), entries
+        return self._checked(metadata, {}), entries
 
     def write(self, content: Mapping[str, object], tensors: Mapping[str, Tensor]) -> bytes:
         """Return the file of `content`, as canonical JSON, and `tensors`; equal input gives equal bytes."""
@@ -80,8 +80,7 @@ class Envelope:
             tensors: dict[str, Tensor] = safetensors.torch.load(data)
         except (SafetensorError, KeyError) as error:  # A dtype that torch lacks is a `KeyError`.
             raise PackCorruptError(f"The tensors cannot be read: {error}.") from error
-        _, text = self._checked(metadata, tensors)
-        return from_json(text.encode()), tensors
+        return from_json(self._checked(metadata, tensors).encode()), tensors
 
     def save(self, path: str | Path, content: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Path:
         """Save the output of `write` as `path` and replace what is there; the file appears whole or not at all."""
@@ -104,16 +103,16 @@ class Envelope:
             raise PackCorruptError(f"Got the metadata {sorted(metadata)}; expected those of a {self.format!r}.")
         return metadata, entries
 
-    def _checked(self, metadata: Mapping[str, object], tensors: Mapping[str, Tensor]) -> tuple[str, str]:
+    def _checked(self, metadata: Mapping[str, object], tensors: Mapping[str, Tensor]) -> str:
         version, text = string(metadata["version"], "version"), string(metadata[self.content], self.content)
         if metadata["digest"] != self._digest(version, text, tensors):
             raise PackCorruptError("The metadata do not match their digest.")
-        if version not in self.versions:
+        if version != self.version:
             raise PackError(
-                f"Got a file of version {version!r} of the format {self.format!r}; this release reads the versions "
-                f"{self.versions}. {self.advice}"
+                f"Got a file of version {version!r} of the format {self.format!r}; this release reads version "
+                f"{self.version!r}. {self.advice}"
             )
-        return version, text
+        return text
 
     def _digest(self, version: str, text: str, tensors: Mapping[str, Tensor]) -> str:
         digest = blake2b(f"{version}\n{text}".encode(), digest_size=16)

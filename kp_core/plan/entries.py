@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import TypeAlias
 
-from kp_core.packs.entry import Entry
+from kp_core.packs.entry import Entry, packed_ids
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
 from kp_core.packs.pack import Prefix
@@ -53,7 +52,7 @@ def entries_along(  # noqa: C901, PLR0913, PLR0915 - one walk along the prompt
 
     def before(at: int) -> str:
         nonlocal digested
-        hasher.update(_packed(token_ids[digested:at]))
+        hasher.update(packed_ids(token_ids[digested:at]))
         digested = at
         return hasher.hexdigest()
 
@@ -99,11 +98,7 @@ def entries_along(  # noqa: C901, PLR0913, PLR0915 - one walk along the prompt
                 shared = has(entry)
                 yield (start, start + shared if shared else span.stop), entry, bool(shared)
         if region.label:
-            hasher.update(_packed(token_ids[digested : region.stop]) + f"{region.label}\n".encode())
+            hasher.update(packed_ids(token_ids[digested : region.stop]) + f"{region.label}\n".encode())
             digested, is_first = region.stop, False
         else:
             yield from words(last_stop, region.stop)
-
-
-def _packed(ids: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(ids)}Q", *ids)

@@ -365,7 +365,7 @@ def _dots(mine: Deltas, theirs: Deltas) -> dict[int, float]:
     return {layer: float((mine[layer].double() * theirs[layer].double()).sum()) for layer in shared}
 
 
-_ENVELOPE = Envelope("knowledge-pack-steering", "steering", ("3",))
+_ENVELOPE = Envelope("knowledge-pack-steering", "steering", "3")
 
 
 def save_steering(steering: Steering, path: str | Path) -> Path:

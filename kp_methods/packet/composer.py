@@ -26,7 +26,7 @@ from kp_methods.calibration import MeasuredComposer
 SHIPPED = Path(__file__).parent / "wrappers" / "smollm2-135m-instruct.safetensors"
 """The wrapper of the bundled model; its training record has the command that made it."""
 
-_ENVELOPE = Envelope("knowledge-pack-wrapper", "content", ("1",), covers_tensors=True)
+_ENVELOPE = Envelope("knowledge-pack-wrapper", "content", "1", covers_tensors=True)
 
 
 @dataclass(frozen=True, eq=False)

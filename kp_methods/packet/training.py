@@ -48,7 +48,7 @@ _QUESTIONS = (
 _NEXT = "Which sentence follows in the texts above?\n{}"
 _SHARE_OF_NEXT, _SHARE_OF_OWN, _SHARE_OF_ALL = 0.3, 0.5, 0.25
 _TRIES = 50
-_CHECKPOINT = Envelope("knowledge-pack-training", "content", ("1",), covers_tensors=True)
+_CHECKPOINT = Envelope("knowledge-pack-training", "content", "1", covers_tensors=True)
 _AVERAGED = 0.05  # Weight of the current soft tokens in their running average, which is evaluated and saved.
 _HELD = 8
 
