@@ -10,11 +10,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 _ROOT = Path(__file__).parents[1]
-_ROOT_PAGES = {
-    "CHANGELOG.md": "changelog.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "SECURITY.md": "security-policy.md",
-}
+_ROOT_PAGES = {"SECURITY.md": "security.md"}
 _LINK = re.compile(r"\[([^\[\]]*)\]\((\.\./)?([\w./-]+)((?:#[\w-]+)?)\)")
 _FIGURE = re.compile(r"!\[([^\]]*)\]\(figures/([\w-]+)\.svg\)")
 

@@ -47,7 +47,7 @@ _GONE: Mapping[str, str] = {
     "recognise": "a text is a text: send the handle of its pack (content='handle' of a retriever, or to_handles)",
     "mismatch='accept'": "'rebuild' computes packs of other numerics anew from their text",
     "upgrade": "a request with composer='exact' computes the exact KV and keeps it",
-    "vacuum": "`chroma vacuum --path FOLDER` is Chroma's own command (docs/security.md)",
+    "vacuum": "`chroma vacuum --path FOLDER` is Chroma's own command (SECURITY.md)",
 }
 """Options, and values of options, of earlier releases; and what to use instead."""
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 How: TypeAlias = Literal["amend", "overwrite", "rebuild"]
 
 _WORDING = 'Correction: {sentence} This replaces "{old}".'
-"""The best of seventeen wordings (`docs/editing.md`). Packs keep errata in earlier wordings, which stay valid."""
+"""The best of seventeen wordings. Packs keep errata in earlier wordings, which stay valid."""
 _END = re.compile(r"(?<=[.!?])\s+|\n+")
 _SHOWN = 30  # Characters of context that error messages show on each side of a match.
 _LONGEST = 240  # Most characters of the sentence that an erratum repeats on each side of the correction.

@@ -1,4 +1,4 @@
-"""Packs in object storage (S3, GCS ...) or in any other place that `fsspec` reaches. See `docs/object-storage.md`."""
+"""Packs in object storage (S3, GCS ...) or in any other place that `fsspec` reaches. See `docs/storage.md`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The playground in a real browser: the bundled model, Debian's chromium, and nothing beyond this machine.
 
-With KP_FIGURES=1 the pictures of `docs/playground.md` are made anew.
+With KP_FIGURES=1 the pictures of `docs/cli.md` are made anew.
 """
 
 from __future__ import annotations
