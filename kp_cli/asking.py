@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +32,7 @@ from kp_cli.shared import (
     tell,
     warn,
 )
-from kp_core import Generation, Message, PackStore
+from kp_core import Generation, Message, Session
 from kp_core.banks.compiling import Unit
 from kp_core.banks.delivery import KV, Delivery, Found
 from kp_core.errors import ContextOverflowError, FactError
@@ -70,7 +71,7 @@ class _AskOptions(SearchOptions, ModelOptions, PlaceOptions):
 
 
 @spread
-def ask(  # noqa: PLR0913 - one parameter per option or group of options
+def ask(  # noqa: C901, PLR0913 - one parameter per option or group of options, and one loop
     place: Place,
     question: Annotated[
         str | None, typer.Argument(metavar="[QUESTION]", help="What to answer. Without it: type one after another.")
@@ -90,125 +91,89 @@ def ask(  # noqa: PLR0913 - one parameter per option or group of options
     Without a question it is a conversation: an empty line or Ctrl-D ends it, Ctrl-C the current answer. Facts are
     searched with what you type alone, so name what you ask about, also in a second question.
     """
-    if question is None:
-        if text or explain or as_json:
-            raise typer.BadParameter("--text, --explain and --json go with a QUESTION.")
-        _converse(place, options, k, max_tokens)
-        return
+    if question is None and (text or explain or as_json):
+        raise typer.BadParameter("--text, --explain and --json go with a QUESTION.")
+    # Check the options before loading a model, which may take minutes.
+    wanted, request = options.keywords(), {"max_tokens": max_tokens, "reuse": not text, **options.asked()}
+    out, messages, namespaces = console(), list[Message](), {options.namespace or "default"}
     with ExitStack() as stack:
-        asker = _Asker(stack, place, options, max_tokens, lazy=explain, once=True)
-        results = asker.search(question, k)
-        request = asker.request(question, results, as_text=text)
-        sources = [about_hit(result.hit, result.unit.text, result.handle) for result in results]
-        report: dict[str, Any] = {"question": question, "sources": sources}
-        if explain:
-            plan = asker.session.explain(**request)
-            tell({**report, "plan": plan.to_dict()}, str(plan), as_json=as_json)
-            return
-        generation = asker.answer(request, live=not as_json)
+        session, packs = _opened(stack, place, options, lazy=explain)
+        if question is not None and packs.kv == "stored":
+            request["keep"] = "always"  # For the next process; this one reads nothing twice.
+        for asked in iter(partial(_typed, out), "") if question is None else [question]:
+            try:
+                began = time.perf_counter()
+                with waiting("Finding facts and compiling their packs"):
+                    results = packs.search(asked, k, **wanted)
+                found_s = time.perf_counter() - began
+                namespaces |= {result.unit.namespace for result in results}
+                request["view"] = packs.store.view(*namespaces)
+                parts = [result.unit.text if text else result.content for result in results]
+                content = "\n".join(parts) + f"\n\n{INSTRUCTION}\nQuestion: {asked}"
+                conversation: list[Message] = [*messages, {"role": "user", "content": content}]
+                if explain:
+                    break
+                generation = _answer(session, conversation, request, live=not as_json)
+            except KeyboardInterrupt:
+                if question is not None:
+                    raise
+                out.print("\n(stopped; this question is forgotten)\n", style="dim")
+                continue
+            if question is None:
+                messages = [*conversation, {"role": "assistant", "content": generation.text}]
+                names = ", ".join(dict.fromkeys(map(_name, results))) or _NOTHING
+                out.print(f"from {names}\n{_usage(generation, found_s)}\n", style="dim")
+    if question is None:
+        return
+    sources = [about_hit(result.hit, result.unit.text, result.handle) for result in results]
+    report: dict[str, Any] = {"question": question, "sources": sources}
+    if explain:
+        plan = session.explain(conversation, **request)
+        tell({**report, "plan": plan.to_dict()}, str(plan), as_json=as_json)
+        return
     answer = {"text": generation.text, "finish_reason": generation.finish_reason, "usage": generation.usage.to_dict()}
     lines = ["\nSources:" if results else f"\nSources: {_NOTHING}."]
     for number, result in enumerate(results, 1):
         lines.append(f"  {number}. {_name(result)}  ({result.hit.score:.3f}, {result.handle or 'as text'})")
-    lines.append(_usage(generation, asker.found_s))
-    report |= {"found_s": asker.found_s, "answers": {"text" if text else "packs": answer}}
+    lines.append(_usage(generation, found_s))
+    report |= {"found_s": found_s, "answers": {"text" if text else "packs": answer}}
     tell(report, "\n".join(lines), as_json=as_json)
 
 
-def _converse(place: str, options: _AskOptions, k: int, max_tokens: int) -> None:
-    """Answer what is typed, until an empty line."""
-    with ExitStack() as stack:
-        asker = _Asker(stack, place, options, max_tokens)
-        out, messages = console(), list[Message]()
-        while question := _typed(out):
-            try:
-                results = asker.search(question, k)
-                request = asker.request(question, results, before=messages)
-                generation = asker.converse(request)
-            except KeyboardInterrupt:
-                out.print("\n(stopped; this question is forgotten)\n", style="dim")
-                continue
-            messages = [*request["messages"], {"role": "assistant", "content": generation.text}]
-            names = ", ".join(dict.fromkeys(_name(result) for result in results)) or _NOTHING
-            out.print(f"from {names}\n{_usage(generation, asker.found_s)}\n", style="dim")
+def _opened(stack: ExitStack, place: str, options: _AskOptions, *, lazy: bool) -> tuple[Session, Delivery]:
+    """A model, and a collection with its packs (without KV if `lazy`), open until `stack` closes."""
+    with waiting("Opening the collection"):
+        # Banks are made on first use, which writes to the collection.
+        facts = stack.enter_context(options.open(place, read_only=options.unit != "bank"))
+        if not len(facts):
+            facts.search("anything")
+        if options.namespace not in (None, *(known := facts.namespaces())):
+            raise FactError(f"There is no fact of the namespace {options.namespace!r}; expected {', '.join(known)}.")
+    session = options.load()
+    kv: KV = options.kv or ("stored" if "kv" in session.supports else "lazy")
+    folder = options.folder(place, facts)
+    return session, Delivery(facts, session, folder, unit=options.unit, kv="lazy" if lazy else kv)
 
 
-class _Asker:
-    """A collection, its packs (without KV if `lazy`) and a model, open until `stack` closes; `once`: one question."""
-
-    def __init__(  # noqa: PLR0913 - what a command was given
-        self,
-        stack: ExitStack,
-        place: str,
-        options: _AskOptions,
-        max_tokens: int,
-        *,
-        lazy: bool = False,
-        once: bool = False,
-    ) -> None:
-        # Check the options before loading a model, which may take minutes.
-        self._wanted, self._asked = options.keywords(), {"max_tokens": max_tokens, **options.asked()}
-        with waiting("Opening the collection"):
-            # Banks are made on first use, which writes to the collection.
-            facts = stack.enter_context(options.open(place, read_only=options.unit != "bank"))
-            if not len(facts):
-                facts.search("anything")
-            if options.namespace not in (None, *(known := facts.namespaces())):
-                raise FactError(
-                    f"There is no fact of the namespace {options.namespace!r}; expected {', '.join(known)}."
-                )
-        self.session, self.found_s = options.load(), 0.0
-        self._store, self._namespaces = PackStore(options.folder(place, facts)), {options.namespace or "default"}
-        kv: KV = options.kv or ("stored" if "kv" in self.session.supports else "lazy")
-        kv = "lazy" if lazy else kv
-        self._packs = Delivery(facts, self.session, self._store, unit=options.unit, kv=kv)
-        if once and kv == "stored":
-            # Keep KV for the next process; this one reads nothing twice.
-            self._asked["keep"] = "always"
-
-    def search(self, question: str, k: int) -> list[Found]:
-        """The `k` units that have the best facts, with their packs."""
-        began = time.perf_counter()
-        with waiting("Finding facts and compiling their packs"):
-            results = self._packs.search(question, k, **self._wanted)
-        self.found_s = time.perf_counter() - began
-        self._namespaces |= {result.unit.namespace for result in results}
-        return results
-
-    def request(
-        self, question: str, results: list[Found], *, as_text: bool = False, before: Sequence[Message] = ()
-    ) -> dict[str, Any]:
-        """Arguments of `Session.stream`: a question with its facts, as packs or as text, behind earlier messages."""
-        parts = [result.unit.text if as_text else result.content for result in results]
-        content = "\n".join(parts) + f"\n\n{INSTRUCTION}\nQuestion: {question}"
-        messages: list[Message] = [*before, {"role": "user", "content": content}]
-        view = self._store.view(*self._namespaces)
-        return {"messages": messages, "view": view, "reuse": not as_text, **self._asked}
-
-    def converse(self, request: dict[str, Any]) -> Generation:
-        """Answer the last message. Drops the oldest messages while there are more than the model can read."""
-        while True:
-            try:
-                return self.answer(request, live=True)
-            except ContextOverflowError:
-                if len(request["messages"]) == 1:
-                    raise
-                # A question and its answer.
-                del request["messages"][:2]
-                console().print("(the model can read no more; the oldest question is forgotten)", style="dim")
-
-    def answer(self, request: dict[str, Any], *, live: bool) -> Generation:
-        """An answer; with `live`, it is printed piece by piece."""
-        with closing(self.session.stream(**request)) as stream:
-            with waiting("Reading the prompt"):
-                piece = next(stream, "")
-            while live and piece:
-                sys.stdout.write(plain(piece))
-                sys.stdout.flush()
-                piece = next(stream, "")
-            if live:
-                sys.stdout.write("\n")
-            return stream.result()
+def _answer(session: Session, messages: list[Message], request: Mapping[str, Any], *, live: bool) -> Generation:
+    """Answer the last message, printed piece by piece if `live`. Drops the oldest while the model cannot read all."""
+    while True:
+        try:
+            with closing(session.stream(messages, **request)) as stream:
+                with waiting("Reading the prompt"):
+                    piece = next(stream, "")
+                while live and piece:
+                    sys.stdout.write(plain(piece))
+                    sys.stdout.flush()
+                    piece = next(stream, "")
+                if live:
+                    sys.stdout.write("\n")
+                return stream.result()
+        except ContextOverflowError:
+            if len(messages) == 1:
+                raise
+            del messages[:2]  # A question and its answer.
+            console().print("(the model can read no more; the oldest question is forgotten)", style="dim")
 
 
 def _typed(out: Console) -> str:
