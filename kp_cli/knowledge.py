@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ from kp_cli.shared import (
     TargetPath,
     Where,
     checked_namespace,
-    counted,
+    console,
     did_you_mean,
     existing,
     filter_of,
@@ -35,7 +35,7 @@ from kp_cli.shared import (
 )
 from kp_cli.sources import OnError, read_facts
 from kp_cli.sources.texts import STDIN
-from kp_core.banks import ChromaFactStore, Fact, FactStore
+from kp_core.banks import Added, ChromaFactStore, Fact, FactStore
 from kp_core.banks.compiling import Unit, compile_cost, find_compiled, provenance_of
 from kp_core.banks.delivery import KV, Delivery
 from kp_core.bundled import converted_folders
@@ -49,7 +49,7 @@ from kp_core.progress import bar_of
 from kp_core.session.session import Session
 from kp_methods import edit as editing
 
-__all__ = ["SourceOptions", "build", "edit", "remove"]
+__all__ = ["build", "edit", "remove"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,25 +60,6 @@ MUCH_BYTES = 10**9
 
 _Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for another writer.")]
 _Unit = Annotated[Unit, typer.Option(help="What a pack holds.")]
-
-
-@dataclass(frozen=True)
-class SourceOptions:
-    """Options for reading facts."""
-
-    namespace: Annotated[str | None, typer.Option(help="Namespace of the facts.", callback=checked_namespace)] = None
-    ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="Facts expire after this time.")] = None
-    on_error: Annotated[OnError, typer.Option(help="What to do with rows that are no facts.")] = "raise"
-    max_chars: Annotated[int, typer.Option(help="Cut longer paragraphs of texts and documents; in characters.")] = 2000
-    encoding: Annotated[str | None, typer.Option(help="Encoding of text that is not UTF-8, e.g. cp1252.")] = None
-
-    def facts(self, files: Sequence[Path], skipped: list[FactError]) -> Iterator[Fact]:
-        """The facts in `files`; skipped rows go to `skipped`. A missing file raises `FactError` at once."""
-        for file in files:
-            if str(file) != STDIN:
-                existing(file)
-        settings = {name: getattr(self, name) for name in ("max_chars", "encoding", "on_error", "namespace")}
-        return read_facts(files, skipped=skipped.append, **settings)
 
 
 @spread
@@ -96,7 +77,11 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     bank_size: Annotated[
         int | None, typer.Option(min=1, help="Make banks now, each of about N facts. Default: when they are needed.")
     ] = None,
-    source: SourceOptions,
+    namespace: Annotated[str | None, typer.Option(help="Namespace of the facts.", callback=checked_namespace)] = None,
+    ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="Facts expire after this time.")] = None,
+    on_error: Annotated[OnError, typer.Option(help="What to do with rows that are no facts.")] = "raise",
+    max_chars: Annotated[int, typer.Option(help="Cut longer paragraphs of texts and documents; in characters.")] = 2000,
+    encoding: Annotated[str | None, typer.Option(help="Encoding of text that is not UTF-8, e.g. cp1252.")] = None,
     options: PlaceOptions,
     model: ModelOptions,
     compiled: Annotated[
@@ -115,16 +100,17 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     Facts are stored as they are read. Facts that are already stored are not embedded again. --replace also removes the
     packs of old texts.
     """
-    texts = fact or []
-    if not (files or texts) and not (is_collection(place) and (compiled or bank_size)):
+    texts, paths, skipped = fact or [], files or [], list[FactError]()
+    if not (paths or texts) and not (is_collection(place) and (compiled or bank_size)):
         if Path(place).exists() and not is_collection(place):
             raise typer.BadParameter(f"Got no name. `kp build NAME {place}` makes one of {place}.")
         raise typer.BadParameter("Got neither files nor --fact; give one.")
     if (fact_id and len(texts) != 1) or (title and not texts):
         raise typer.BadParameter("--id goes with exactly one --fact, and --title with --fact.")
-    new_facts = [Fact(text, title=title, id=fact_id, namespace=source.namespace or "default") for text in texts]
-    skipped: list[FactError] = []
-    facts = itertools.chain(new_facts, source.facts(files or [], skipped))
+    new_facts = [Fact(text, title=title, id=fact_id, namespace=namespace or "default") for text in texts]
+    paths = [path if str(path) == STDIN else existing(path) for path in paths]
+    settings: dict[str, Any] = {"max_chars": max_chars, "encoding": encoding, "namespace": namespace}
+    facts = itertools.chain(new_facts, read_facts(paths, on_error=on_error, skipped=skipped.append, **settings))
     # A missing model must fail before hours of embedding.
     session = model.load() if compiled else None
     if session is not None and session.compiler and compress is not None:
@@ -132,19 +118,20 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     with options.open(place, new=not replace, wait=wait, bank_size=bank_size) as collection:
         if replace and fact_id:
             collection.get(fact_id, namespace=new_facts[0].namespace)  # An unknown id is an error.
-        report = _ingest(collection, facts, files, skipped, ttl=source.ttl, overwrite=replace)
+        added = _ingest(collection, facts, paths, ttl=ttl, overwrite=replace)
+        report = {**asdict(added), "skipped": [str(error) for error in skipped], "facts": len(collection)}
         folder = options.folder(place, collection)
         if replace:
             _collect(collection, folder)
         if bank_size:
             collection.rebuild()
         if not as_json:
-            tell(report, _ingested(report), as_json=False)
+            console().print(_summary(added, len(skipped), len(collection)))
         if session is not None:
             delivery = Delivery(collection, session, folder, unit=unit, kv=kv, compress=compress or "none")
             report["plan"] = _compile(delivery, session, as_json=as_json)
         if not as_json and len(collection):
-            tell({}, f'`kp ask {place} "QUESTION"` answers from it.', as_json=False)
+            console().print(f'`kp ask {place} "QUESTION"` answers from it.')
     if as_json:
         print_json(report)
 
@@ -219,29 +206,27 @@ def remove(  # noqa: PLR0913 - one parameter per option
     if unused == bool(ids or tests):
         raise typer.BadParameter("Got neither ids nor --where nor --source nor --unused; give one (--unused alone).")
     with options.open(place, wait=wait) as collection:
-        matching: list[Fact] = []
+        matching, folder = list[Fact](), options.folder(place, collection)
         if not unused:
             full_ids = [_full_id(prefix, collection) for prefix in ids] if ids else None
             where_all = {"$and": tests} if tests else None
             matching = list(collection.facts(ids=full_ids, where=where_all, namespace=namespace))
-        packs, folder = 0, options.folder(place, collection)
         report: dict[str, Any] = {"removed": [fact.id for fact in matching], "dry_run": dry_run}
         message = f"Facts that would be removed: {len(matching)}."
-        if dry_run and unused and is_store(folder):
-            packs = len(Delivery(collection, None, PackStore(folder), namespace=namespace).orphans())
-            report["packs"], message = packs, f"Packs that would be removed: {packs}."
         if not dry_run:
             for space in {fact.namespace for fact in matching}:
                 collection.delete([fact.id for fact in matching if fact.namespace == space], namespace=space)
-            packs = _collect(collection, folder, namespace if unused else None)
-            report["packs"] = packs
+            packs = report["packs"] = _collect(collection, folder, namespace if unused else None)
             message = f"Facts removed: {len(matching)}; packs: {packs}; facts left: {len(collection)}."
-            if matching:
-                where = "FOLDER` on its server" if collection.path is None else f"{collection.path}`"
-                message += (
-                    f" Chroma's files still hold their text: `chroma vacuum --path {where} clears all but the log of "
-                    "its last thousand changes."
-                )
+        elif unused and is_store(folder):
+            packs = report["packs"] = len(Delivery(collection, None, folder, namespace=namespace).orphans())
+            message = f"Packs that would be removed: {packs}."
+        if matching and not dry_run:
+            where = "FOLDER` on its server" if collection.path is None else f"{collection.path}`"
+            message += (
+                f" Chroma's files still hold their text: `chroma vacuum --path {where} clears all but the log of its "
+                "last thousand changes."
+            )
         if source and not matching:
             message += " A source is written as `kp search` shows it."
         tell({**report, "facts": len(collection)}, message, as_json=as_json)
@@ -256,14 +241,8 @@ def _remove_models(*, dry_run: bool, as_json: bool) -> None:
     tell({"removed": [*map(str, folders)], "dry_run": dry_run}, message, as_json=as_json)
 
 
-def _ingest(
-    collection: ChromaFactStore,
-    facts: Iterable[Fact],
-    files: Iterable[Path] | None,
-    skipped: list[FactError],
-    **settings: Any,  # noqa: ANN401 - those of `FactStore.add`
-) -> dict[str, Any]:
-    """Add facts, with a progress bar that counts bytes of the files. Returns the result as JSON."""
+def _ingest(collection: ChromaFactStore, facts: Iterable[Fact], files: Iterable[Path], **settings: Any) -> Added:  # noqa: ANN401
+    """Add facts, with a progress bar that counts bytes of the files."""
 
     def read() -> Iterator[Fact]:
         for fact in facts:
@@ -271,24 +250,22 @@ def _ingest(
             yield fact
 
     # Standard input is not a file; its size is unknown.
-    total = sum(path.stat().st_size for root in files or () for path in (root, *root.rglob("*")) if path.is_file())
+    total = sum(path.stat().st_size for root in files for path in (root, *root.rglob("*")) if path.is_file())
     with bar_of("Adding", total or None, "B") as bar, waiting("Embedding facts"):
         added = collection.add(read(), **settings)
         bar.update(max(0, total - bar.n))  # A file has more bytes than its text.
-    return {**asdict(added), "skipped": [str(error) for error in skipped], "facts": len(collection)}
+    return added
 
 
-def _ingested(report: Mapping[str, Any]) -> str:
-    """The result of `_ingest` as text for people."""
-    added, stored, skipped = report["added"], report["duplicates"], len(report["skipped"])
-    lines = [f"Facts added: {added}; already stored: {stored}; rows skipped: {skipped}."]
-    if not (added or stored or skipped):
+def _summary(added: Added, skipped: int, facts: int) -> str:
+    lines = [f"Facts added: {added.added}; already stored: {added.duplicates}; rows skipped: {skipped}."]
+    if not (added.added or added.duplicates or skipped):
         types = "JSON lines, CSV, text, Markdown, Word, PDF and HTML"
         lines.append(f"Nothing was found there. {types} are read; `kp build --help` says more.")
-    if corrected := report["superseded"]:
+    if corrected := added.superseded:
         ids = ", ".join(corrected[:_SHOWN]) + (", …" if len(corrected) > _SHOWN else "")
         lines.append(f"Corrected in the collection earlier, and left as they are: {ids}.")
-    return "\n".join([*lines, f"Now {counted(report['facts'], 'fact')}."])
+    return "\n".join([*lines, f"Now {facts:,} fact{'s' * (facts != 1)}."])
 
 
 def _compile(delivery: Delivery, session: Session, *, as_json: bool) -> dict[str, Any]:
@@ -334,7 +311,7 @@ def _compile_there(server: Compiles, units: Sequence[Fact], unit: Unit) -> None:
 
 def _collect(facts: ChromaFactStore, folder: str, namespace: str | None = None) -> int:
     """Remove the packs in `folder`, of `namespace` if given, that no fact uses any more. Returns how many."""
-    return len(Delivery(facts, None, PackStore(folder), namespace=namespace).gc()) if is_store(folder) else 0
+    return len(Delivery(facts, None, folder, namespace=namespace).gc()) if is_store(folder) else 0
 
 
 def _full_id(prefix: str, facts: FactStore) -> str:
