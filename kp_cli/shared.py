@@ -95,11 +95,10 @@ class ModelOptions:
         with importing(), waiting("Loading libraries"):
             from kp_core import load_engine
 
-            if self.engine is None:
+            if self.engine is None and not Path(self.model or "").is_file():
                 if self.model is not None:
                     check_reachable(self.model)
-                library = "llama" if Path(self.model or "").is_file() else "hf"
-                importlib.import_module(f"kp_core.engines.{library}.loading")
+                importlib.import_module("kp_core.engines.hf.loading")
         settings: dict[str, str] = {} if self.dtype is None else {"dtype": self.dtype}
         if self.address and (key := os.environ.get("KP_API_KEY")):
             settings["api_key"] = key
@@ -146,16 +145,9 @@ class PlaceOptions:
         ),
     ] = None
 
-    def open(
-        self,
-        place: str,
-        *,
-        new: bool = False,
-        hint: str = "`kp build COLLECTION FILE...` makes one.",
-        **settings: Any,  # noqa: ANN401 - those of `ChromaFactStore`
-    ) -> ChromaFactStore:
+    def open(self, place: str, *, new: bool = False, **settings: Any) -> ChromaFactStore:  # noqa: ANN401 - of that
         """The collection in a folder or on a server. Raises `FactError` if there is none, unless it may be `new`."""
-        path = Path(place)
+        path, hint = Path(place), "`kp build COLLECTION FILE...` makes one."
         if path.is_dir() and any(path.iterdir()):
             hint = f"`kp build NAME {place}` makes one of its files."
         if not new and not is_collection(place) and not any((path / name).exists() for name in (_DATABASE, _OLD)):
@@ -325,11 +317,6 @@ def sourced(fact: Fact) -> str:
     """The source of a fact, with its page if known."""
     page = fact.metadata.get("page")
     return f"{fact.source}, page {page}" if fact.source and page is not None else fact.source
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 fact`, `2 facts`."""
-    return f"{count:,} {noun}" + "s" * (count != 1)
 
 
 def _shown(value: object) -> str:

@@ -214,3 +214,4 @@ def test_unpacked_models_are_listed_and_removed(
     assert (cache / "notes").is_dir()
     assert on_disk(bank) == before
     assert as_json(kp("status", "--json")) == {}
+    assert as_json(kp("doctor", "--model", "tiny.gguf", "--json"))["model"]["supported"]
