@@ -11,11 +11,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from kp_cli.sources.converted import read_converted
-from kp_cli.sources.texts import STDIN, Draft, read_csv, read_json_lines, read_markdown, read_text
+from kp_cli.sources.texts import STDIN, Draft, read_csv, read_json_lines, read_text
 from kp_core.banks.base import Fact
 from kp_core.errors import FactError, KnowledgePackError
 
@@ -103,7 +104,8 @@ def _from_files(
         else:
             reader = _of_stdin() if is_stdin else FORMATS[suffix]
             try:
-                yield from _facts(str(path), reader(path, max_chars, encoding), namespace)
+                for place, row in reader(path, max_chars, encoding):
+                    yield _fact(str(path), place, row, namespace)
             except OSError as error:
                 yield FactError(f"{path}: cannot be read ({error.strerror or error}).")
 
@@ -111,16 +113,6 @@ def _from_files(
 def _of_stdin() -> _Reader:
     begins = sys.stdin.buffer.peek(1) if isinstance(sys.stdin.buffer, io.BufferedReader) else b""
     return read_json_lines if begins.lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n").startswith(b"{") else read_text
-
-
-def _facts(source: str, drafts: Iterator[Draft], namespace: str | None) -> Iterator[Fact | FactError]:
-    for place, draft in drafts:
-        try:
-            if isinstance(draft, FactError):
-                raise draft
-            yield _fact(source, draft, namespace)
-        except KnowledgePackError as error:
-            yield FactError(f"{source}, {place}: {error}")
 
 
 def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
@@ -132,26 +124,29 @@ def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
             yield root
 
 
-def _fact(source: str, row: Mapping[str, Any], namespace: str | None) -> Fact:
-    fields = {name: row[name] for name in _OWN if row.get(name) is not None and row[name] != ""}
-    if "text" not in fields:
-        raise FactError(f"got the fields {sorted(row)}, and no `text` among them that holds any")
-    metadata = row.get("metadata") or {}
-    if not isinstance(metadata, Mapping):
-        raise FactError(f"got {metadata!r} as `metadata`; expected an object")
-    # `Fact` checks these values itself.
-    extra = {name: value for name, value in row.items() if name not in {*_OWN, "metadata"} and value is not None}
-    fields.setdefault("source", source)
-    if namespace is not None:
-        fields.setdefault("namespace", namespace)
-    return Fact(metadata={**metadata, **extra}, **fields)
+def _fact(source: str, place: str, row: Mapping[str, Any] | FactError, namespace: str | None) -> Fact | FactError:
+    try:
+        if isinstance(row, FactError):
+            raise row
+        fields = {name: row[name] for name in _OWN if row.get(name) is not None and row[name] != ""}
+        if "text" not in fields:
+            raise FactError(f"got the fields {sorted(row)}, and no `text` among them that holds any")
+        metadata = row.get("metadata") or {}
+        if not isinstance(metadata, Mapping):
+            raise FactError(f"got {metadata!r} as `metadata`; expected an object")
+        # `Fact` checks these values itself.
+        extra = {name: value for name, value in row.items() if name not in {*_OWN, "metadata"} and value is not None}
+        defaults = {"source": source} | ({} if namespace is None else {"namespace": namespace})
+        return Fact(metadata={**metadata, **extra}, **{**defaults, **fields})
+    except KnowledgePackError as error:
+        return FactError(f"{source}, {place}: {error}")
 
 
 FORMATS: dict[str, _Reader] = {
     ".jsonl": read_json_lines,
     ".csv": read_csv,
     ".txt": read_text,
-    ".md": read_markdown,
+    ".md": partial(read_text, markdown=True),
     **dict.fromkeys((".docx", ".pptx", ".xlsx", ".pdf", ".html", ".htm"), read_converted),
 }
 """The reader of each file format, by suffix."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kp_cli.sources.left_out import left_out_of_office, left_out_of_pdf, texts_of
-from kp_cli.sources.texts import Draft, markdown_drafts
+from kp_cli.sources.texts import Draft, paragraphs
 from kp_core.bundled import needing
 from kp_core.errors import FactError
 
@@ -146,7 +146,7 @@ def _page(path: Path, number: int, convert: _Convert) -> str:
 def _facts_of(text: str, max_chars: int, title: str = "") -> Iterator[dict[str, object]]:
     """Facts of Markdown that was made of another format, whose lines are not lines of the file."""
     text = _HEADLESS.sub("\n\n|  |\n| --- |\n", _IMAGE.sub(r"\1", text))
-    for _, fields in markdown_drafts(enumerate(text.splitlines(), start=1), max_chars):
+    for _, fields in paragraphs(enumerate(text.splitlines(), start=1), max_chars, markdown=True):
         if isinstance(fields, Mapping):  # None is an error, since no line is.
             yield {"text": fields["text"], "title": fields["title"] or title}
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from kp_core.errors import FactError
 
-__all__ = ["STDIN", "Draft", "markdown_drafts", "read_csv", "read_json_lines", "read_markdown", "read_text"]
+__all__ = ["STDIN", "Draft", "paragraphs", "read_csv", "read_json_lines", "read_text"]
 
 STDIN = "-"
 """The file name for standard input."""
@@ -32,19 +32,9 @@ _RULE = re.compile(r"(?=.*-)(?=.*\|)[|: \t-]+")
 _LONGEST_NAME = 60
 
 
-def read_text(path: Path, max_chars: int, encoding: str | None = None) -> Iterator[Draft]:
-    """Yield the paragraphs between blank lines."""
-    yield from _paragraphs(_lines_of(path, encoding), max_chars, markdown=False)
-
-
-def read_markdown(path: Path, max_chars: int, encoding: str | None = None) -> Iterator[Draft]:
-    """Yield paragraphs, fenced blocks and table rows, under the headings above them."""
-    yield from markdown_drafts(_lines_of(path, encoding), max_chars)
-
-
-def markdown_drafts(lines: Iterable[tuple[int, str | FactError]], max_chars: int) -> Iterator[Draft]:
-    """As `read_markdown`, for numbered lines. A heading with nothing below it is a paragraph itself."""
-    yield from _paragraphs(lines, max_chars, markdown=True)
+def read_text(path: Path, max_chars: int, encoding: str | None = None, *, markdown: bool = False) -> Iterator[Draft]:
+    """Yield the paragraphs of a file; see `paragraphs`."""
+    yield from paragraphs(_lines_of(path, encoding), max_chars, markdown=markdown)
 
 
 def _lines_of(path: Path, encoding: str | None) -> Iterator[tuple[int, str | FactError]]:
@@ -72,9 +62,13 @@ def _lines_of(path: Path, encoding: str | None) -> Iterator[tuple[int, str | Fac
             buffer.close()
 
 
-def _paragraphs(  # noqa: C901 - one pass over the lines
+def paragraphs(  # noqa: C901 - one pass over the lines
     source: Iterable[tuple[int, str | FactError]], max_chars: int, *, markdown: bool
 ) -> Iterator[Draft]:
+    """Yield what stands between blank lines; of Markdown also fenced blocks and table rows, under the headings above.
+
+    A heading with nothing below it is a paragraph itself.
+    """
     lines: list[str] = []
     headings: list[tuple[int, str]] = []  # Levels and names of those above.
     begun, fence, bare = 1, "", 0  # `bare` is the line of the last heading while nothing is below it.
