@@ -38,8 +38,8 @@ _COMMANDS = {
     "doctor": ("doctor", "Machine, packages, whether a model is supported, and where storing KV pays."),
     "serve": ("serving", "Serve a model with its packs to a team, on vLLM."),
     "steer": ("steer", "Change how a model speaks, without a word in the prompt."),
-    "calibrate": ("calibrating", "Which composers answer as well as the text, and how much sooner."),
-    "packet": ("packet", "Soft tokens around packs: train them, and see what they are worth."),
+    "calibrate": ("composing", "Which composers answer as well as the text, and how much sooner."),
+    "packet": ("composing", "Soft tokens around packs: train them, and see what they are worth."),
 }
 """Each command: its module, which is imported on call, as some take seconds; and its help."""
 

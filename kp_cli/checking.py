@@ -14,16 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from kp_cli import waiting
-from kp_cli.shared import (
-    JsonFlag,
-    PlaceOptions,
-    TargetPath,
-    is_collection,
-    is_store,
-    spread,
-    table_of,
-    tell,
-)
+from kp_cli.shared import JsonFlag, PlaceOptions, TargetPath, is_collection, is_store, spread, table_of, tell
 from kp_core import PackStore
 from kp_core.banks import ChromaFactStore
 from kp_core.banks.client import is_url
@@ -110,15 +101,14 @@ def verify(
         faults, orphans, packs = _check(path, options)
         left = faults
         if repair and faults:
-            lost = _repair(path, options, packs)
+            _repair(path, options, packs)
             left, orphans, _ = _check(path, options)
-            left += lost
     report = {"path": path, "wrong": faults, "repaired": repair and bool(faults), "left": left}
-    lines = []
+    lines = [f"✗ {fault}" for fault in faults]
     if orphans:
-        named = ", ".join(orphans)
-        lines.append(f"Packs that no fact uses any more: {named}; `kp remove {path} --unused` removes them.")
-    lines += [f"✗ {fault}" for fault in faults]
+        lines.insert(
+            0, f"Packs that no fact uses any more: {', '.join(orphans)}; `kp remove {path} --unused` removes them."
+        )
     if not faults:
         lines.append("Nothing is wrong.")
     elif not repair:
@@ -154,26 +144,22 @@ def _check(path: str, options: PlaceOptions) -> tuple[list[str], list[str], str]
     return faults, orphans, packs
 
 
-def _repair(path: str, options: PlaceOptions, packs: str) -> list[str]:
-    """Repair a collection, and make damaged packs lazy, from their text. Returns the faults of those without text."""
+def _repair(path: str, options: PlaceOptions, packs: str) -> None:
+    """Repair a collection, and make damaged packs lazy, from their text. What is left, a second check tells."""
     if is_collection(path):
         try:
             with options.open(path) as facts:
                 facts.verify(repair=True)
         except FactStoreLockedError:
             raise
-        except FactError:  # Not even readable. The second check reports it again.
-            return []
-    lost = list[str]()
+        except FactError:  # Not even readable.
+            return
     if is_store(packs):
         store = PackStore(packs)
         for handle, _ in list(store.verify()):
-            try:
+            with suppress(PackError):  # Its text is damaged, too.
                 for pack in list(store.entries(handle)):
                     store.get(handle, pack.key)  # It deletes what is damaged.
-            except PackError as error:
-                lost.append(f"The pack {handle}: {error}")
-    return lost
 
 
 def _read_entry(path: str) -> EntryFile:
@@ -242,22 +228,18 @@ def _about_store(path: str) -> dict[str, Any]:
 
 
 def _store_table(report: dict[str, Any]) -> list[RenderableType]:
-    rows, kept = report["sources"], report["kept"]
+    sources, kept = report["sources"], report["kept"]
     table = Table()
     table.add_column("source", overflow="fold")
     for name in ("packs", "with KV", "tokens", "MB", "used"):
         table.add_column(name, justify="right", no_wrap=True)
-
-    def add(name: str, summed: list[dict[str, Any]], used: str) -> None:
+    rows = [(row["source"], [row], _ago(row["used"])) for row in sources[:_MOST_ROWS]]
+    if more := sources[_MOST_ROWS:]:
+        rows.append((f"{len(more):,} more", more, ""))
+    for name, summed, used in (*rows, ("all", sources, "")):
         *counts, nbytes = (sum(row[count] for row in summed) for count in _COUNTS)
-        table.add_row(name, *(f"{count:,}" for count in counts), f"{nbytes / 1e6:,.1f}", used)
-
-    for row in rows[:_MOST_ROWS]:
-        add(row["source"], [row], _ago(row["used"]))
-    if more := rows[_MOST_ROWS:]:
-        add(f"{len(more):,} more", more, "")
-    table.add_section()
-    add("all", rows, "")
+        cells = (name, *(f"{count:,}" for count in counts), f"{nbytes / 1e6:,.1f}", used)
+        table.add_row(*cells, end_section=table.row_count + 1 == len(rows))
     kept_line = f"KV behind packs: {kept['bytes'] / 1e6:,.1f} MB kept, of at most {kept['max_bytes'] / 1e6:,.0f}."
     made_for = ", ".join(report["fingerprints"]) or "none"
     return [f"Store: {report['store']}", table, kept_line, f"Compiled for the models: {made_for}."]

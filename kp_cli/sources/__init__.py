@@ -69,45 +69,38 @@ def read_facts(  # noqa: PLR0913 - every setting has a default that works
         "".encode(encoding or "utf-8")
     except LookupError as error:
         raise FactError(f"Got encoding={encoding!r}; expected one of text, e.g. 'utf-8' or 'cp1252'.") from error
-    return _kept(_from_files(paths, max_chars, namespace, encoding), on_error, skipped)
+
+    def read() -> Iterator[Fact]:
+        for path in _files([paths] if isinstance(paths, str | os.PathLike) else paths):
+            for fact in _read(path, max_chars, namespace, encoding):
+                if isinstance(fact, Fact):
+                    yield fact
+                elif on_error == "raise":
+                    raise fact
+                else:
+                    logger.warning("Skipped: %s", fact)
+                    if skipped is not None:
+                        skipped(fact)
+
+    return read()
 
 
-def _kept(
-    found: Iterator[Fact | FactError], on_error: OnError, skipped: Callable[[FactError], None] | None
-) -> Iterator[Fact]:
-    for fact in found:
-        if isinstance(fact, Fact):
-            yield fact
-        elif on_error == "raise":
-            raise fact
-        else:
-            logger.warning("Skipped: %s", fact)
-            if skipped is not None:
-                skipped(fact)
-
-
-def _from_files(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
-    max_chars: int,
-    namespace: str | None,
-    encoding: str | None,
-) -> Iterator[Fact | FactError]:
-    for path in _files([paths] if isinstance(paths, str | os.PathLike) else paths):
-        is_stdin, suffix = str(path) == STDIN, path.suffix.lower()
-        if not is_stdin and not path.exists():
-            yield FactError(f"There is no file {path}. Check the path.")
-        elif not is_stdin and suffix not in FORMATS:
-            kinds = ", ".join(FORMATS)
-            yield FactError(f"{path}: got a file of type {path.suffix or 'unknown'!r}; expected one of {kinds}.")
-        elif not is_stdin and not path.is_file():
-            yield FactError(f"{path}: got a pipe or device; expected a file. Write to a file first, or use -.")
-        else:
-            reader = _of_stdin() if is_stdin else FORMATS[suffix]
-            try:
-                for place, row in reader(path, max_chars, encoding):
-                    yield _fact(str(path), place, row, namespace)
-            except OSError as error:
-                yield FactError(f"{path}: cannot be read ({error.strerror or error}).")
+def _read(path: Path, max_chars: int, namespace: str | None, encoding: str | None) -> Iterator[Fact | FactError]:
+    is_stdin = str(path) == STDIN
+    if not is_stdin and not path.exists():
+        yield FactError(f"There is no file {path}. Check the path.")
+    elif not is_stdin and path.suffix.lower() not in FORMATS:
+        kinds = ", ".join(FORMATS)
+        yield FactError(f"{path}: got a file of type {path.suffix or 'unknown'!r}; expected one of {kinds}.")
+    elif not is_stdin and not path.is_file():
+        yield FactError(f"{path}: got a pipe or device; expected a file. Write to a file first, or use -.")
+    else:
+        reader = _of_stdin() if is_stdin else FORMATS[path.suffix.lower()]
+        try:
+            for place, row in reader(path, max_chars, encoding):
+                yield _fact(str(path), place, row, namespace)
+        except OSError as error:
+            yield FactError(f"{path}: cannot be read ({error.strerror or error}).")
 
 
 def _of_stdin() -> _Reader:
