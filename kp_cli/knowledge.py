@@ -59,7 +59,6 @@ MUCH_BYTES = 10**9
 """A build that writes more bytes says how to write fewer."""
 
 _Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for another writer.")]
-_Unit = Annotated[Unit, typer.Option(help="What a pack holds.")]
 
 
 @spread
@@ -87,7 +86,7 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile packs of all facts now, not when a search first finds them.")
     ] = False,
-    unit: _Unit = "fact",
+    unit: Annotated[Unit, typer.Option(help="What a pack holds.")] = "fact",
     kv: Annotated[KV, typer.Option(help="Whether --compile stores KV, or text alone.")] = "stored",
     compress: Annotated[
         Compression | None, typer.Option(help="How KV is stored; default: none, at a server as `kp serve --compress`.")

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 _SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _SIGNS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
-_DATABASE = "chroma.sqlite3"
-_OLD = "facts.jsonl"  # Version 0.1 stored facts in this file.
 _REASONS = {FileNotFoundError: "does not exist", IsADirectoryError: "is a folder, not a file"}
 
 ERRORS = (KnowledgePackError, ImportError, OSError, ValueError, RuntimeError, MemoryError)
@@ -150,7 +148,9 @@ class PlaceOptions:
         path, hint = Path(place), "`kp build COLLECTION FILE...` makes one."
         if path.is_dir() and any(path.iterdir()):
             hint = f"`kp build NAME {place}` makes one of its files."
-        if not new and not is_collection(place) and not any((path / name).exists() for name in (_DATABASE, _OLD)):
+        # A database that is not ours, and facts of version 0.1, are refused by the store itself.
+        theirs = any((path / name).exists() for name in ("chroma.sqlite3", "facts.jsonl"))
+        if not (new or theirs or is_collection(place)):
             collections = [name for name in siblings(path) if is_fact_store(Path(name))]
             shown = path.resolve() if place in (".", "..") else place
             raise FactError(f"There is no collection in {shown}. {did_you_mean(place, collections, hint)}")

@@ -35,9 +35,6 @@ steer = typer.Typer(
     help="Change how a model speaks, without a word in the prompt: make and look at steerings.",
 )
 
-_NO_FILE = "`kp steer make PAIRS -o FILE` makes one."
-_File = Annotated[Path, typer.Argument(metavar="FILE", help="A steering, as `kp steer make` writes it.")]
-
 
 @steer.command("list")
 def list_presets(*, as_json: JsonFlag = False) -> None:
@@ -76,9 +73,14 @@ def make(  # noqa: PLR0913 - one parameter per option or group of options
 
 
 @steer.command()
-def show(file: _File, *, as_json: JsonFlag = False) -> None:
+def show(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A steering, as `kp steer make` writes it.")],
+    *,
+    as_json: JsonFlag = False,
+) -> None:
     """What a steering is made of, how strong it is, and what it was calibrated to."""
-    _show(file, load_steering(existing(file, _NO_FILE)), as_json=as_json)
+    existing(file, "`kp steer make PAIRS -o FILE` makes one.")
+    _show(file, load_steering(file), as_json=as_json)
 
 
 def read_pairs(name: str) -> Sequence[Pair]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -117,13 +115,8 @@ def blocks_of(fields: Mapping[str, Any]) -> list[Region]:
     return blocks
 
 
-def digest_of(token_ids: Sequence[int]) -> str:
-    """Digest of a list of token ids."""
-    return blake2b(json.dumps(list(token_ids)).encode(), digest_size=16).hexdigest()
-
-
 def _checked(field: object, token_ids: object, fields: set[str]) -> tuple[list[int], Mapping[str, Any]]:
-    if not isinstance(token_ids, list) or not all(type(token) is int and token >= 0 for token in token_ids):
+    if not isinstance(token_ids, list) or not all(type(token) is int and 0 <= token < 2**63 for token in token_ids):
         raise PromptError("Got 'kp' with a prompt that is not one list of token ids; what it names is placed by them.")
     if not isinstance(field, Mapping) or set(field) - fields:
         raise PromptError(f"Expected 'kp' with the fields {sorted(fields)}, as `VLLMEngine` sends it.")

@@ -7,10 +7,11 @@ import pytest
 
 from kp_core import KVTensors, PackStore, Prefix
 from kp_core.errors import PackError, UnsupportedRequestError
+from kp_core.packs.entry import digest_of
 from kp_core.plan.request import Request
 from kp_core.steering import preset
 from kp_serve.access import Access
-from kp_serve.asked import asked, blocks_as_json, digest_of, steered
+from kp_serve.asked import asked, blocks_as_json, steered
 from kp_serve.preparing import steered_steps
 from kp_serve.rights import Rights, salt_of
 from kp_serve.stored import StoredKV

@@ -10,13 +10,13 @@ import torch
 from kp_core import KVTensors, PackStore
 from kp_core.engines.hf.unloaded import token_embeddings
 from kp_core.errors import PackError, UnsupportedRequestError
-from kp_core.packs.entry import Entry
+from kp_core.packs.entry import Entry, digest_of
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
 from kp_core.plan.request import Request
 from kp_core.rope import Rope
 from kp_methods import PacketComposer
-from kp_serve.asked import asked, digest_of, moved_packs, soft_as_text, soft_of
+from kp_serve.asked import asked, moved_packs, soft_as_text, soft_of
 from kp_serve.preparing import laid_steps
 from kp_serve.rights import Rights, salt_of
 from kp_serve.stored import Part, StoredKV
