@@ -20,8 +20,6 @@ from typer.main import get_command, get_group
 from kp_cli import INTERRUPTED, importing, waiting
 from kp_cli.shared import ERRORS, message_of, plain, print_json, warn
 
-__all__ = ["app", "load_command", "run"]
-
 # Some releases of Typer bring their own Click, and do not export this class.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 

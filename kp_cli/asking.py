@@ -41,8 +41,6 @@ from kp_core.plan.composer import composer_of
 from kp_core.steering import SteeringWarning, load_steering
 from kp_methods.calibration import INSTRUCTION
 
-__all__ = ["ask"]
-
 _NOTHING = "none, as no fact passes the filter"
 
 

@@ -25,8 +25,6 @@ from kp_core.packs.entry import EntryFile, open_entry
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.store import default_room
 
-__all__ = ["status", "verify"]
-
 _MOST_ROWS = 20
 _HINT = "`kp build COLLECTION FILE...` makes a collection."
 _COUNTS = ("packs", "with_kv", "tokens", "bytes")

@@ -21,8 +21,6 @@ from kp_methods import PacketComposer
 from kp_methods.calibration import COMPOSERS, CalibrationQuestion, calibrate_composers, calibrations_of
 from kp_methods.packet.composer import SHIPPED
 
-__all__ = ["calibrate", "packet"]
-
 packet = typer.Typer(
     name="packet",
     no_args_is_help=True,

@@ -19,8 +19,6 @@ from kp_cli.shared import ModelOptions, console, spread
 if TYPE_CHECKING:
     from kp_core import Generation, PackStore, Session
 
-__all__ = ["demo"]
-
 _TOKENS = (1000, 4000)
 _PASSAGES, _LENGTH = 10, 130  # As a search finds them: how many, and tokens of each, about.
 _QUESTION = "What is the name of the highest peak on Thranmoor?"

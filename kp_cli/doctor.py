@@ -23,8 +23,6 @@ from kp_core.kv import KVTensors
 from kp_core.packs.blobs import FolderBlobs
 from kp_core.packs.store import default_room
 
-__all__ = ["doctor"]
-
 _PACKAGES = "torch transformers chromadb scikit-learn sentence-transformers langchain-core llama-index-core vllm"
 _PROBE_TEXT = "The lighthouse keeper counts ships, and writes each of them into a long book.\n" * 32
 _TIMES = 8  # The entry whose reading is timed has the KV of the probe so often, which is some 100 MB of a small model.

@@ -49,8 +49,6 @@ from kp_core.progress import bar_of
 from kp_core.session.session import Session
 from kp_methods import edit as editing
 
-__all__ = ["build", "edit", "remove"]
-
 logger = logging.getLogger(__name__)
 
 _SERVER_THREADS = 8

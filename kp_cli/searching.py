@@ -21,8 +21,6 @@ from kp_cli.shared import (
 )
 from kp_core.packs.handle import Handle
 
-__all__ = ["search"]
-
 
 @spread
 def search(  # noqa: PLR0913 - one parameter per option or group of options

@@ -22,8 +22,6 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.store import PackStore
 from kp_serve.access import KEYS_VARIABLE, Access, read_keys
 
-__all__ = ["serve"]
-
 _Namespaces = Annotated[list[str], typer.Option("--namespace", metavar="NAME", help="May be given several times.")]
 _OURS = ("--host", "--port", "--dtype", "--model", "--kv-transfer-config", "--uds")
 

@@ -27,8 +27,6 @@ from kp_core.steering import (
     save_steering,
 )
 
-__all__ = ["read_pairs", "steer"]
-
 steer = typer.Typer(
     name="steer",
     no_args_is_help=True,

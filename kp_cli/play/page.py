@@ -27,8 +27,6 @@ from kp_core.errors import ModelError
 from kp_core.session.explain import Explanation
 from kp_core.session.reading import Generation
 
-__all__ = ["make_page", "serve"]
-
 _HOST = "127.0.0.1"
 _OWN_HOSTS = {_HOST, "localhost"}
 _UPLOAD = "20mb"

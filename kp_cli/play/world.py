@@ -19,8 +19,6 @@ from kp_core.packs.store import PackStore
 from kp_core.session.explain import Explanation
 from kp_core.session.session import Session
 
-__all__ = ["MOST_CHARACTERS", "SAMPLE", "Document", "Way", "World"]
-
 Way: TypeAlias = Literal["packs", "text"]
 
 SAMPLE = sorted(Path(__file__).with_name("sample").glob("*.md"))

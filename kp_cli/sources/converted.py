@@ -21,8 +21,6 @@ from kp_cli.sources.texts import Draft, paragraphs
 from kp_core.bundled import needing
 from kp_core.errors import FactError
 
-__all__ = ["read_converted"]
-
 logger = logging.getLogger(__name__)
 
 # An Office file may unpack to this many bytes, or this many times its own size; text compresses to a tenth.

@@ -10,8 +10,6 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["left_out_of_office", "left_out_of_pdf", "texts_of"]
-
 _DEEPEST = 500  # Elements of XML in each other; converters descend by recursion.
 _PARTS = re.compile(r"(?:word|ppt/slides|ppt/notesSlides|ppt/comments|ppt/diagrams|ppt/charts|xl)/.*\.xml$")
 _NO_PARTS = re.compile(r"glossary|theme|styles|numbering|settings|fontTable|people|Extended")

@@ -15,8 +15,6 @@ from typing import TypeAlias
 
 from kp_core.errors import FactError
 
-__all__ = ["STDIN", "Draft", "paragraphs", "read_csv", "read_json_lines", "read_text"]
-
 STDIN = "-"
 """The file name for standard input."""
 
