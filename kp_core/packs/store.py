@@ -150,6 +150,11 @@ class PackStore(Packs):
         stat = self.blobs.stat("changes", recent=True)
         return "" if stat is None else stat.version
 
+    def removals(self, namespace: str) -> object:
+        """As `Packs.removals`."""
+        stat = self.blobs.stat(_removed_key(namespace), recent=True)
+        return None if stat is None else stat.version
+
     def note_change(self) -> None:
         """Change the token that tells all processes that packs were added or removed."""
         self.blobs.write("changes", [os.urandom(8)])
@@ -347,6 +352,7 @@ class PackStore(Packs):
         deleted = [self.blobs.delete(key) for key in (*self._beside(handle), _text_key(handle))]
         if not any(deleted):
             raise PackNotFoundError(f"{self.blobs} has no pack {handle} to remove.")
+        self.blobs.write(_removed_key(handle.namespace), [os.urandom(8)])
         self._drop(str(handle))
         for key in (*self._beside(handle), *self._of_earlier(handle)):
             self.blobs.delete(key)
@@ -659,6 +665,10 @@ def _text_key(handle: Handle) -> str:
 
 def _buried_key(handle: Handle) -> str:
     return f"deleted/{handle.namespace}/{handle.id[:2]}/{handle.id}"
+
+
+def _removed_key(namespace: str) -> str:
+    return f"removed/{namespace}"
 
 
 def _forgotten_key(namespace: str) -> str:

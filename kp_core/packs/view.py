@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -71,6 +71,10 @@ class Packs(Shared, ABC):
     @property
     def changes(self) -> object:
         """A token that changes whenever packs are stored or removed; cheap, read for every message."""
+        return None
+
+    def removals(self, namespace: str) -> object:  # noqa: ARG002
+        """Return a token that changes whenever a pack of `namespace` is removed; cheap, read for every request."""
         return None
 
     def handle(self, text: str, namespace: str) -> Handle:  # noqa: ARG002
@@ -158,6 +162,8 @@ class PackView:
     trusted_roles: Collection[str] = TRUSTED_ROLES
     model: ModelFingerprint | None = None
     mismatch: Mismatch = "error"
+    removals: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
+    """`Packs.removals` of each namespace from before a request looked at packs."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, Packs):

@@ -71,7 +71,10 @@ class Planner:
         """
         view = request.view
         if view is not None:
-            view = replace(view, model=self.model, mismatch=request.mismatch)
+            removals = dict[str, object]()
+            with suppress(OSError):  # Only what packs the prompt needs must be in reach.
+                removals |= {namespace: view.source.removals(namespace) for namespace in view.namespaces}
+            view = replace(view, model=self.model, mismatch=request.mismatch, removals=removals)
         answer = tokens if tokens is not None else request.max_tokens or 1
 
         def rendered(turns: Sequence[Turn]) -> Prompt:

@@ -133,6 +133,11 @@ class Prompt:
         if start < stop:
             yield start, stop, self.owner
 
+    def packs(self, start: int, stop: int) -> set[tuple[str, int]]:
+        """Return handle and end of each pack with some of the tokens `start:stop`."""
+        spans = (*self.spans, *self.as_text)
+        return {(span.handle, span.stop) for span in spans if span.start < stop and start < span.stop}
+
     def until(self, stop: int) -> Prompt:
         """Return the first `stop` tokens as a prompt, without rendered text; a pack across the end is cut."""
         spans = tuple(replace(span, stop=min(span.stop, stop)) for span in self.spans if span.start < stop)

@@ -24,7 +24,9 @@ from kp_core.engines.local.tree import PrefixTree
 from kp_core.errors import ModelError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.handle import find_handles
 from kp_core.packs.pack import common_length
+from kp_core.packs.view import PackView
 from kp_core.plan.engine import CAPABILITIES, TokenStream
 from kp_core.plan.plan import Limit, Plan
 from kp_core.threads import check_process, make_anew
@@ -88,6 +90,7 @@ class LocalEngine:
         eos = getattr(self.tokenizer, "eos_token_id", None)
         self._end_tokens = frozenset(model.end_tokens | ({eos} if isinstance(eos, int) else set()))
         self._grammars = Grammars(self.tokenizer, model.vocabulary, self._end_tokens)
+        self._removals = dict[tuple[str, str], object]()  # Of each store and namespace, as last seen.
 
     @property
     def identity(self) -> ModelFingerprint:
@@ -284,6 +287,8 @@ class LocalEngine:
         # One prompt at a time, so that a second prompt with the same beginning finds the KV of the first.
         with self.scheduler.coming(), self.pool.turn(limit):
             self._refuse_old(plan)
+            if plan.packs is not None:
+                self._forget_removed(plan.packs)
             tree = self.tree if plan.reuse else PrefixTree(0, has_states=bool(self.model.shape.states))
             new_run = partial(Run, self.scheduler, self.pool, tree, capacity=capacity, limit=limit)
             begin_run = partial(new_run, plan, logits=logits, defers=defers and plan.reuse)
@@ -343,6 +348,17 @@ class LocalEngine:
         self._check()
         if plan.model not in (None, self.identity):
             raise ModelError("The engine was refreshed after this request was planned. Ask again.")
+
+    def _forget_removed(self, view: PackView) -> None:
+        """Drop the KV of packs that were removed since the last request of their namespace was planned."""
+        for namespace, token in view.removals.items():
+            seen = repr(view.source), namespace
+            if self._removals.setdefault(seen, token) != token:
+                handles = (handle for *_, handle in find_handles(" ".join(self.tree.packs)))
+                gone = {str(each) for each in handles if each.namespace == namespace and each not in view.source}
+                self.pool.clear()  # Idle buffers may hold it, too.
+                if self.tree.forget(gone):
+                    self._removals[seen] = token
 
     def _forced(self, plan: Plan, stream: TokenStream) -> Iterator[int]:
         def scored() -> list[float]:

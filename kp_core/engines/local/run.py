@@ -303,7 +303,8 @@ class Run:
         for begin, end, owner in parts:
             logits = self.logits if end == len(self.plan.prompt) else None
             ids, part_kv = self.plan.prompt.token_ids[begin:end], kv.slice(begin - start, end - start)
-            if not self.path.extend(ids, part_kv, logits, owners={owner} if owner else ()):
+            packs = self.plan.prompt.packs(begin, end)
+            if not self.path.extend(ids, part_kv, logits, owners={owner} if owner else (), packs=packs):
                 return
 
     def _pass(self, ids: Sequence[int], logits: int) -> Tensor:
@@ -346,7 +347,8 @@ class Run:
             kv = self.buffer.read(region.start, region.stop) if kv is None else kv
             ids = self.plan.prompt.token_ids[region.start : region.stop]
             owners = {owner for *_, owner in self.plan.prompt.owned(region.start, region.stop) if owner}
-            self.path.extend(ids, kv, owners=owners, label=region.label)
+            packs = self.plan.prompt.packs(region.start, region.stop)
+            self.path.extend(ids, kv, owners=owners, packs=packs, label=region.label)
 
     def _check_limit(self) -> None:
         if self._limit.is_set():

@@ -38,10 +38,11 @@ class Node:
 
     Only a request that may read all `owners`, the namespaces of the packs in it, finds the node and those below. A node
     of altered or composed KV has a `label`: it is found under this label, and matched only as a whole. The node has the
-    tokens from `begin` on of the inserted KV number `serial`; after a split both nodes keep the serial.
+    tokens from `begin` on of the inserted KV number `serial`; after a split both nodes keep the serial, and the
+    `packs`: the handle of each pack with tokens here, and where in the prompt it ends.
     """
 
-    __slots__ = ("begin", "children", "ids", "kv", "label", "logits", "owners", "parent", "serial", "users")
+    __slots__ = ("begin", "children", "ids", "kv", "label", "logits", "owners", "packs", "parent", "serial", "users")
 
     def __init__(  # noqa: PLR0913 - what a node is
         self,
@@ -50,11 +51,13 @@ class Node:
         parent: Node | None,
         *,
         owners: frozenset[str] = frozenset(),
+        packs: frozenset[tuple[str, int]] = frozenset(),
         label: int = 0,
         serial: int = 0,
         begin: int = 0,
     ) -> None:
-        self.ids, self.kv, self.parent, self.owners, self.label = ids, kv, parent, owners, label
+        self.ids, self.kv, self.parent, self.label = ids, kv, parent, label
+        self.owners, self.packs = owners, packs
         self.children: dict[object, list[Node]] = {}
         self.logits: Tensor | None = None
         self.users = 0
@@ -118,13 +121,14 @@ class Path:
         self.tokens = 0
         root.users += 1
 
-    def extend(
+    def extend(  # noqa: PLR0913 - what a node is
         self,
         ids: tuple[int, ...],
         kv: KVTensors,
         logits: Tensor | None = None,
         *,
         owners: Collection[str] = (),
+        packs: Collection[tuple[str, int]] = (),
         label: int = 0,
     ) -> bool:
         """Insert tokens and extend the path to them. Returns `False`, and closes the path, if there is no room."""
@@ -134,7 +138,8 @@ class Path:
                 children = self.last.children.get(_key(ids, label), [])
                 node = next((child for child in children if child.owners == readers), None)
                 if node is None:
-                    self.is_open = tree._add(self, Node(ids, kv, self.last, owners=readers, label=label), logits)
+                    node = Node(ids, kv, self.last, owners=readers, packs=frozenset(packs), label=label)
+                    self.is_open = tree._add(self, node, logits)
                     break
                 # Another thread inserted these tokens first, or they come again with logits or states.
                 shared = common_length(node.ids, ids)
@@ -321,6 +326,27 @@ class PrefixTree:
                     self._release_storage(node, node.kv)
             self.host_bytes = host_bytes
 
+    @property
+    def packs(self) -> frozenset[str]:
+        """The handles of all packs with KV here."""
+        with self.lock:
+            return frozenset(handle for node in (*self._age, *self._cold) for handle, _ in node.packs)
+
+    def forget(self, packs: Collection[str]) -> bool:
+        """Drop the KV of these packs, and all behind it; `False` if some is in use and stays."""
+        with self.lock:
+            depths = {node: sum(len(each.ids) for each in node.line) for node in (*self._age, *self._cold)}
+            is_done = True
+            for node in sorted(depths, key=lambda node: -depths[node]):
+                stops = [stop for handle, stop in node.packs if handle in packs]
+                # What others begin with, too, is theirs as well.
+                if stops and not (node.children and min(stops) > depths[node]) and node in self._order_of(node):
+                    if self._drop(node):
+                        self._release_storage(node, node.kv)
+                    else:
+                        is_done = False
+            return is_done
+
     def _order_of(self, node: Node) -> OrderedDict[Node, None]:
         return self._cold if node in self._cold else self._age
 
@@ -330,6 +356,7 @@ class PrefixTree:
         if parent is None or kv is None:
             raise AssertionError("the root holds no tokens to split")
         upper = Node(node.ids[:at], kv.slice(0, at), parent, owners=node.owners, serial=node.serial, begin=node.begin)
+        upper.packs = node.packs
         siblings = parent.children[node.key]
         siblings[siblings.index(node)] = upper
         node.ids, node.kv, node.parent = node.ids[at:], kv.slice(at, kv.tokens), upper
@@ -464,8 +491,8 @@ class PrefixTree:
     def _release_storage(self, victim: Node, kv: KVTensors | None) -> None:
         """Copy the KV of the ancestors that share memory with `kv` of `victim`, so that the memory of `kv` is freed."""
         for node in itertools.islice(victim.line, 1, None):
-            if node.serial != victim.serial:
-                break
+            if node.serial != victim.serial and (not node.kv or not kv or _storage(node.kv) != _storage(kv)):
+                break  # What is inserted at once shares memory, too, though its parts have other owners.
             self._compact(node, kv)
 
     def _compact(self, node: Node, kv: KVTensors | None) -> None:

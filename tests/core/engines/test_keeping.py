@@ -9,6 +9,7 @@ import torch
 from kp_core import load_engine
 from kp_core.errors import OptionError
 from kp_core.packs.entry import Entry
+from kp_core.packs.handle import Handle
 from kp_core.packs.pack import common_length
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import Packs
@@ -110,6 +111,46 @@ def test_a_plan_says_what_will_be_read(tmp_path):
     told = again.explain(message, view=store.view("veyl")).counts
     assert told["kept"] > 0
     assert told["computed"] == ask(again, store, message).usage.computed_tokens
+
+
+def in_memory(engine, token_ids, kv, at):
+    """Whether the tree or an idle buffer holds these tokens; `kv` is that of position `at`."""
+    local, text = engine.engine, f",{','.join(map(str, token_ids))},"
+    prompts = [
+        "," + "".join(f"{token}," for node in [*leaf.line][::-1] for token in node.ids)
+        for leaf in (*local.tree._age, *local.tree._cold)
+    ]
+    idle = [buffer.layers[0].memory[0][0, :, at : at + len(token_ids)] for buffer in local.pool._waiting]
+    return any(text in prompt for prompt in prompts) or any(torch.equal(keys, kv.keys[0]) for keys in idle)
+
+
+@pytest.mark.parametrize("host_bytes", [0, 10**8])
+def test_a_pack_that_another_process_removes_leaves_the_memory(stored, host_bytes):
+    engine, store, handles = stored
+    engine.engine.tree.host_bytes = host_bytes
+    packs = [store.get(Handle.parse(handle)) for handle in handles]
+
+    def held(pack):
+        return in_memory(engine, pack.token_ids, pack.kv, len(pack.prefix))
+
+    asked = "\n\n".join(handles[:2]) + QUESTION
+    for message in (asked, handles[2] + QUESTION):
+        ask(engine, store, message, keep="never")
+    assert all(map(held, packs))
+    if host_bytes:
+        engine.engine.tree.vacate()
+    late = engine.stream(asked, view=store.view("veyl"), max_tokens=2)  # Planned now, and computed later.
+    PackStore(store.path).remove(Handle.parse(handles[0]))
+    ask(engine, store, "Who rang?")
+    assert [held(pack) for pack in packs] == [False, False, True]
+    assert ask(engine, store, handles[2] + QUESTION).usage.computed_tokens == 0, "the others stay"
+    assert next(late.deltas())
+    assert held(packs[0])
+    ask(engine, store, "Who rang?")
+    assert held(packs[0]), "it is in use"
+    late.result()
+    ask(engine, store, "Who rang?")
+    assert [held(pack) for pack in packs] == [False, False, True]
 
 
 def test_another_question_behind_the_same_packs_reads_them(stored):

@@ -94,6 +94,39 @@ def test_kv_of_a_pack_is_met_by_those_who_may_read_it():
     assert matched(tree, (1, 2, 3, 9), owners={"ours"}, logits=False) == 4
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_a_pack_is_forgotten_with_all_behind_it(where):
+    tree, ids = PrefixTree(10_000, host_bytes=10_000), (1, 2, 3, 4, 5)
+    path, whole = tree.match(ids), kv(ids)
+    path.extend((1, 2), whole.slice(0, 2))
+    path.extend((3, 4), whole.slice(2, 4), owners={"ours"}, packs={("a", 4)})
+    path.extend((5,), whole.slice(4, 5))
+    for handle, end in (("b", (3, 6)), ("c", (7, 8))):
+        other = tree.match((1, 2, *end), owners={"ours"}, logits=False)
+        rest = (1, 2, *end)[other.tokens :]
+        other.extend(rest, kv(rest, other.tokens), owners={"ours"}, packs={(handle, 4)})
+        other.release()
+    assert tree.forget({"d"})
+    assert not tree.forget({"a"}), "it is in use"
+    path.release()
+    if where == "host":
+        tree.vacate()
+    assert tree.packs == {"a", "b", "c"}
+    assert tree.forget({"a"})
+    assert [matched(tree, (1, 2, *end), owners={"ours"}, logits=False) for end in ((3, 4), (3, 6), (7, 8))] == [3, 4, 4]
+    assert tree.forget({"a", "b"})
+    assert tree.packs == {"c"}
+    assert [matched(tree, (1, 2, *end), owners={"ours"}, logits=False) for end in ((3, 4), (3, 6), (7, 8))] == [2, 2, 4]
+    stored = {
+        (side := tensor.untyped_storage()).data_ptr(): side.nbytes()
+        for node in (*tree._age, *tree._cold)
+        for tensor in node.kv.keys
+    }
+    assert tree.nbytes + tree.host_nbytes == 4 * 8
+    # In host memory keys and values lie together.
+    assert sum(stored.values()) == 4 * (4 if where == "device" else 8), "no node holds its memory"
+
+
 def test_what_was_altered_is_one_node_under_its_label():
     tree = PrefixTree(10_000)
     insert(tree, (1, 2, 3, 4, 5))
