@@ -47,6 +47,7 @@ _LOCKS = 64
 _TICK_S = 0.01  # Of a kernel with 100 ticks a second.
 _HEAD_BYTES = 1 << 16  # Bytes that the first read of a header fetches.
 _ROOM, _SHARE = 2**31, 20
+_SLACK, _WRITERS, _AGAIN_S = 8, 4, 60
 _CACHED = 1024  # Texts and headers, about 50 KB each if the packs are banks of facts.
 _FILE = re.compile(r"packs/([^/]+)/[^/]+/([^/.]+)(?:\.[0-9a-f]{32}\.safetensors|\.txt)")
 _BEHIND, _EARLIER = "behind/", "kept/"  # Entries with several owners; those of release 0.2 are not read.
@@ -112,6 +113,7 @@ class PackStore(Packs):
         self._texts = lru_cache(_CACHED)(partial(_read_text, self.blobs, self.secrets))
         self._heads = lru_cache(_CACHED)(partial(_read_head, self.blobs))
         self._owners: dict[tuple[str, str], frozenset[str]] = {}  # By key and version, so that no head is read twice.
+        self._spare = (0, 0.0)  # Bytes that may be kept without looking for room, and until when.
         self.forked()
         make_anew(self)
 
@@ -575,23 +577,32 @@ class PackStore(Packs):
     def _make_room(self, own: Collection[str], size: int) -> bool:
         """Delete the entries used longest ago until `size` bytes for the keys `own` fit; returns whether they do.
 
-        One that another writer is storing or removing now counts as deleted, but stays.
+        One that another writer is storing or removing now counts as deleted, but stays. Within the default bound, a
+        quarter of the room that was seen may be filled in the next minute without looking again.
         """
-        prefixes = () if self.max_bytes else (_BEHIND,)
+        if not self.max_bytes:
+            if not any(key.startswith(_BEHIND) for key in own):
+                return True
+            spare, until = self._spare
+            if self.keep_seconds is None and size <= spare and time.monotonic() < until:
+                self._spare = spare - size, until
+                return True
         bound = self.max_bytes or default_room(self.blobs)
-        if not self.max_bytes and not any(key.startswith(_BEHIND) for key in own):
-            return True
-        listed = self._listed(*prefixes)
+        listed = self._listed(*() if self.max_bytes else (_BEHIND,))
         entries = {key: stat for key, stat in listed.items() if key.endswith(".safetensors") and key not in own}
         excess = size + sum(stat.size for key, stat in listed.items() if key not in own) - bound
         if excess > sum(stat.size for stat in entries.values()):
             return False
+        # With the default bound, the next writes need not look.
+        least = -(bound // _SLACK) if excess > 0 and not self.max_bytes else 0
         times, dropped = self._uses.times() if entries else {}, list[str]()
         for key in sorted(entries, key=lambda key: (max(times.get(key, 0), entries[key].modified), key)):
-            if excess <= 0 and not self._is_old(key, entries[key]):
+            if excess <= least and not self._is_old(key, entries[key]):
                 break
             dropped.append(key)
             excess -= entries[key].size
+        # Other processes may take as much meanwhile.
+        self._spare = max(0, -excess) // _WRITERS, time.monotonic() + _AGAIN_S
         if dropped:
             logger.info("Deleting %d entries of %s for newer ones, within %d bytes.", len(dropped), self.blobs, bound)
             log_event(logger, "KV dropped from the store", packs=len(dropped), max_bytes=bound)

@@ -9,6 +9,7 @@ import torch
 
 from kp_core.errors import PackError
 from kp_core.kv import KVTensors
+from kp_core.packs import store as store_file
 from kp_core.packs.entry import Entry
 from kp_core.packs.store import PackStore
 from tests.core.packs.made import FINGERPRINT, Watched, make_pack
@@ -171,6 +172,21 @@ def test_an_entry_beyond_the_bound_is_refused_and_nothing_is_dropped(three):
     assert [read(small, key) is None for key in keys] == [False] * 3
     assert not PackStore(store.path, max_bytes=10).write(key_of(*handles, at=9), kv_of(5))
     assert len(files(store)) == 3
+
+
+def test_few_writes_look_at_all_entries_and_the_bound_holds(three, monkeypatch):
+    store, handles, _ = three
+    bound = 64 * (size_of(store) // 3)
+    monkeypatch.setattr(store_file, "_ROOM", bound)
+    blobs = Watched(store.path)
+    writers, looks = (PackStore(blobs), PackStore(store.path)), []
+    for at in range(3, 100):
+        assert writers[at % 2].write(key_of(*handles, at=at), kv_of(at))
+        assert sum(path.stat().st_size for path in files(store)) <= bound
+        looks.append(blobs.done.count("list"))
+    assert looks[20] <= 3, "there is much room"
+    assert looks[-1] - looks[40] < 24, "there is little, for half of 57 writes"
+    assert len(files(store)) > 40
 
 
 def test_what_was_not_used_for_long_is_gone(three):
