@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, NotRequired, cast
 
 from langchain.agents.middleware import AgentMiddleware, AgentState, ModelRequest, ModelResponse, ToolCallRequest
@@ -38,6 +39,7 @@ _REPEATED = (
 )
 _MOST_TOKENS = 512  # Of an answer without `max_tokens`, as in a request.
 _REPEATS = 3
+_FOUND = "knowledge_packs_found"  # Key in the additional arguments of an answer.
 _REMEMBERED = 65_536  # Sizes of messages, and results that have left.
 
 
@@ -64,8 +66,12 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
 
     The state channel `packs` lists the handles in results, whatever becomes of the messages. With `memory="search"`,
     the newest message of the user is searched for in `facts`, among the facts of handles that have left, and at most
-    two packs, those that the model attends to, stand before it. Results that are text of no fact are added to `facts`
-    when they leave: in `keep_in`, or the model's only namespace.
+    two packs, those that the model attends to, stand before it. They stay there until it leaves: what the model answers
+    notes them. Results that are text of no fact are added to `facts` when they leave: in `keep_in`, or the model's only
+    namespace.
+
+    All packs of a result count, also those that `composer="select"` will leave out: that is not known before the prompt
+    is, changes with it, and does not hold where it cannot choose.
 
     The messages hold the texts of packs, so that another model (a router's, a fallback's) can read them; a
     `ChatKnowledgePacks` still gets the handles. If a middleware in front chooses another model, packs and bounds are
@@ -105,16 +111,26 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
     ) -> ModelResponse[Any]:
         """Call the model with the messages that stay."""
-        return handler(self._prepared(request))
+        prepared, found = self._prepared(request)
+        return self._noted(handler(prepared), found)
 
     async def awrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
     ) -> ModelResponse[Any]:
         """As `wrap_model_call`."""
-        return await handler(await asyncio.to_thread(self._prepared, request))
+        prepared, found = await asyncio.to_thread(self._prepared, request)
+        return self._noted(await handler(prepared), found)
 
-    def _prepared(self, request: ModelRequest[Any]) -> ModelRequest[Any]:
-        """The request with the messages that stay, which any model can read."""
+    def _noted(self, response: ModelResponse[Any], found: Sequence[Handle]) -> ModelResponse[Any]:
+        """The response whose message notes what was found, so that it stays where it stood."""
+        if self._facts is None:
+            return response
+        first, *others = response.result
+        noted = {**first.additional_kwargs, _FOUND: [*map(str, found)]}
+        return replace(response, result=[first.model_copy(update={"additional_kwargs": noted}), *others])
+
+    def _prepared(self, request: ModelRequest[Any]) -> tuple[ModelRequest[Any], list[Handle]]:
+        """The request with the messages that stay, which any model can read, and what was found for the newest one."""
         is_ours = isinstance(request.model, ChatKnowledgePacks)
         model = cast("ChatKnowledgePacks", request.model) if is_ours else self._model
         system = [request.system_message] if request.system_message else []
@@ -125,21 +141,24 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
                     "ChatKnowledgePacks they are: `KnowledgePackMiddleware(model=...)`; or put this middleware in "
                     "front of the one that chooses the model."
                 )
-            return request
+            return request, []
         view = model._view()  # noqa: SLF001 - one of ours
-        return request.override(
+        messages, found = self._bounded(request, model)
+        prepared = request.override(
             # A copy, because a middleware behind may give `model_settings` to another model.
             model=model.model_copy(update=model.remembering()) if is_ours else request.model,
             system_message=with_texts(system[0], view) if system else None,
-            messages=[with_texts(message, view) for message in self._bounded(request, model)],
+            messages=[with_texts(message, view) for message in messages],
         )
+        return prepared, found
 
-    def _bounded(self, request: ModelRequest[Any], model: ChatKnowledgePacks) -> list[AnyMessage]:
-        """The messages that stay, with what was found of those that have left."""
+    def _bounded(self, request: ModelRequest[Any], model: ChatKnowledgePacks) -> tuple[list[AnyMessage], list[Handle]]:
+        """The messages that stay, with what was found of those that have left, and what of it for the newest one."""
         if self._most is None:
-            return request.messages
+            return request.messages, []
         settings = request.model_settings
-        window = model.reading()[0].max_positions
+        session, view = model.reading()
+        window = session.max_positions
         packs = [pack for pack in (*(model.packs or ()), *settings.get("packs", ())) if isinstance(pack, str)]
         system = [*map(SystemMessage, packs), *([request.system_message] if request.system_message else [])]
         head = model.get_num_tokens_from_messages([*system, _START], request.tools)
@@ -148,16 +167,21 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
         room = room if self._most == "half" else min(self._most, room)
         most = room // 2 if self._most == "half" else room
         for_found = 0 if self._facts is None else most // 4
-        kept, left = self._split(request.messages, model, most - for_found - self._size([_LEFT], model), room)
-        kept = self._with_found(kept, left, request, model, for_found)
+        kept, left, found = self._split(request.messages, model, most - for_found - self._size([_LEFT], model), room)
+        if found is None:
+            found = self._found(kept, left, request, model, for_found)
+        if found:
+            asked = max(at for at, message in enumerate(kept) if isinstance(message, HumanMessage))
+            kept[asked] = _beside(kept[asked], found, view)
         if left:
             kept.insert(sum(message.type == "system" for message in kept), _LEFT)
-        return kept
+        return kept, found
 
     def _split(
         self, messages: Sequence[AnyMessage], model: ChatKnowledgePacks, most: int, room: int
-    ) -> tuple[list[AnyMessage], list[AnyMessage]]:
-        """The messages that stay in the prompt, and those that have left it.
+    ) -> tuple[list[AnyMessage], list[AnyMessage], list[Handle] | None]:
+        """The messages that stay in the prompt, those that have left it, and what was found for the newest of the user;
+        `None` if it must be searched for (again).
 
         Told step by step from the first message on, so that each call of the model sees the blocks of the one before.
         """
@@ -168,12 +192,20 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
             else:
                 groups.append([message])
         sizes, asked = dict[int, int](), -1  # Of the groups that stay.
+        found, is_current, view = list[Handle](), False, model.reading()[1]
         for at, group in enumerate(groups):
-            asked = at if isinstance(group[0], HumanMessage) else asked
+            if isinstance(group[0], HumanMessage):
+                if found:
+                    groups[asked][0] = _beside(groups[asked][0], found, view)
+                    sizes[asked] = self._size(groups[asked], model)
+                asked, found, is_current = at, [], False
+            elif self._facts is not None and (noted := group[0].additional_kwargs.get(_FOUND)) is not None:
+                found, is_current = [handle for *_, handle in find_handles(str(noted))], True
             beside = sizes.get(asked, 0)
             limit = most if 2 * beside <= most else max(most, (room + beside) // 2)
             groups[at] = self._shortened(group, model, limit - beside)
             sizes[at] = self._size(groups[at], model)
+            is_current = is_current and groups[at] is group
             if sum(sizes.values()) > limit:
                 for oldest in [each for each in sizes if each not in (at, asked) and groups[each][0].type != "system"]:
                     # An answer without its question would seem to be one to `_LEFT`.
@@ -181,8 +213,10 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
                     if sum(sizes.values()) <= limit // 2 and not is_answer:
                         break
                     del sizes[oldest]
+                    is_current = False
         kept = [message for at in sizes for message in groups[at]]
-        return kept, [message for at, group in enumerate(groups) if at not in sizes for message in group]
+        left = [message for at, group in enumerate(groups) if at not in sizes for message in group]
+        return kept, left, found if is_current else None
 
     def _shortened(self, group: list[AnyMessage], model: ChatKnowledgePacks, room: int) -> list[AnyMessage]:
         """`group` with a line in place of each result that is too long, if it has more than `room` tokens."""
@@ -206,21 +240,21 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
             _note(self._sizes, key, count([_START, *messages]) - count([_START]))
         return self._sizes[key]
 
-    def _with_found(
+    def _found(
         self,
         kept: Sequence[AnyMessage],
         left: Sequence[AnyMessage],
         request: ModelRequest[Any],
         model: ChatKnowledgePacks,
         room: int,
-    ) -> list[AnyMessage]:
-        """`kept` with what was found for its newest message of the user. Results of no fact that left become facts."""
-        kept, facts, state = [*kept], self._facts, cast("Any", request.state)
+    ) -> list[Handle]:
+        """What is found for the newest message of the user. Results of no fact that left become facts."""
+        facts, state = self._facts, cast("Any", request.state)
         session, view = model.reading()
-        asked = [at for at, message in enumerate(kept) if isinstance(message, HumanMessage)]
-        question = strip_handles(kept[asked[-1]].text).strip() if asked else ""
+        asked = [message for message in kept if isinstance(message, HumanMessage)][-1:]
+        question = strip_handles(asked[0].text).strip() if asked else ""
         if view is None or facts is None or "tool" not in view.trusted_roles or not question:
-            return kept
+            return []
         only = next(iter(view.namespaces)) if len(view.namespaces) == 1 else None
         namespace = str(request.model_settings.get("keep_in") or model.keep_in or only)
         if namespace not in view.namespaces:
@@ -236,13 +270,7 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
             gone |= dict.fromkeys(self._packs.get(key, ()))
         here = {handle for message in kept for handle in _packs_in(message, view)}
         packs = recalled(question, [each for each in gone if each not in here], facts, session, view, room=room)
-        if packs:
-            is_trusted, newest = "user" in view.trusted_roles, kept[asked[-1]]
-            block = "".join(f"{pack.handle if is_trusted else inert(pack.text)}\n\n" for pack in packs)
-            content = newest.content
-            content = block + content if isinstance(content, str) else [{"type": "text", "text": block}, *content]
-            kept[asked[-1]] = newest.model_copy(update={"content": content})
-        return kept
+        return [Handle.parse(pack.handle) for pack in packs]
 
 
 class RepeatedCallMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
@@ -317,6 +345,22 @@ def _packs_in(message: AnyMessage, view: PackView) -> list[Handle]:
     """The packs that a message brings, by their handles or texts."""
     parts = view.split(message.text, core_role(message.type))
     return [Handle.parse(part.handle) for part in parts if isinstance(part, PackRef)]
+
+
+def _beside(message: AnyMessage, handles: Sequence[Handle], view: PackView | None) -> AnyMessage:
+    """`message` with packs before it, as texts if those of users are not trusted; without those that are lost."""
+    if view is None:
+        return message
+    parts = list[str]()
+    for handle in handles:
+        pack = view.source.peek(handle) if handle.namespace in view.namespaces else None
+        if "user" in view.trusted_roles:
+            parts += [str(handle)] if pack or view.source.buried(handle) else []
+        else:
+            parts += [inert(pack.text)] if pack else []
+    block, content = "".join(f"{part}\n\n" for part in parts), message.content
+    content = block + content if isinstance(content, str) else [{"type": "text", "text": block}, *content]
+    return message.model_copy(update={"content": content}) if block else message
 
 
 def _refusal(request: ToolCallRequest) -> ToolMessage | None:

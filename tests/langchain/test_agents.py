@@ -33,6 +33,8 @@ from kp_langchain import (
 )
 from kp_langchain.messages import with_texts
 from kp_langchain.middleware import KnowledgePackMiddleware, PackSummarizer
+from kp_langchain.store import KnowledgePackStore, namespace_of
+from tests.conftest import until
 from tests.core.engines.test_keeping import fresh_engine
 from tests.core.tools.test_tools import PARIS, Repeats
 from tests.kits import HashEmbedder
@@ -181,10 +183,49 @@ def test_what_is_deleted_between_two_turns_is_in_no_file_and_in_no_prompt(tmp_pa
     assert holding() == []
     _, [cost] = follow([*messages, HumanMessage("How many boats?")], 0)
     assert cost["pack_tokens"] == 0 < cost["completion_tokens"]
+    assert not engine.engine.tree.packs
     for file in (file for file in tmp_path.rglob("*") if file.is_file()):
         for page, handle, tokens in zip(PAGES, handles, ids, strict=False):
             for gone in (page, handle, ",".join(map(str, tokens))):
                 assert gone.encode() not in file.read_bytes()
+
+
+@pytest.mark.parametrize("memory", [{}, {"memory_tokens": 20}, {"memory_tokens": 400, "memory": "search"}])
+def test_an_agent_goes_on_from_any_checkpoint(tmp_path, memory):
+    """One of the release before, with an item that expired, a lost pack and a handle of somebody else."""
+    engine, store, facts = fresh_engine(), PackStore(tmp_path), MemoryFactStore(HashEmbedder())
+    items, labels = KnowledgePackStore(engine, store, facts), ("memories", "ana")
+    items.put(labels, "boats", {"text": PAGES[0]}, ttl=0.0001)
+    until(lambda: items.sweep_ttl() == 1)
+    lost = store.put(engine.build_pack(PAGES[1], namespace=namespace_of(labels)))
+    theirs = store.put(engine.build_pack("The password is heron.", namespace="theirs"))
+    expired = store.handle(PAGES[0], namespace_of(labels))
+    store.remove(lost)
+    calls = [{"name": "read_next_page", "args": {}, "id": name} for name in "abcd"]
+    results = [
+        ToolMessage(str(text), tool_call_id=call["id"])
+        for call, text in zip(calls, (expired, lost, theirs, PAGES[2]), strict=True)
+    ]
+    state = {
+        "messages": [HumanMessage("Read."), AIMessage("", tool_calls=calls), *results, AIMessage("So.")],
+        "packs": [str(expired), str(lost), str(theirs), "kp:no", 3],
+    }
+    steps, seen = Steps(1), []
+
+    @wrap_model_call
+    def look(request, handler):
+        seen.extend(message.text for message in request.messages)
+        return handler(request)
+
+    model = ChatKnowledgePacks(engine=engine, store=store, namespaces=namespace_of(labels), max_tokens=80)
+    middleware = KnowledgePackMiddleware(**memory, **({"facts": facts} if "memory" in memory else {}))
+    agent = create_agent(model, [reader(PAGES)], middleware=[middleware, look, steps], checkpointer=InMemorySaver())
+    config = {"configurable": {"thread_id": "1"}}
+    agent.update_state(config, state)
+    answered = agent.invoke({"messages": [HumanMessage("Go on.")]}, config)["messages"]
+    assert [message.type for message in answered[7:]] == ["human", "ai", "tool", "ai"]
+    assert not any("heron" in text for text in seen)
+    assert any("This passage was deleted." in text for text in seen) == (not memory)
 
 
 def test_a_tool_marks_the_head_that_is_kept(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 from langchain.agents import create_agent
-from langchain.agents.middleware import AgentMiddleware, ModelRequest
+from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 
@@ -59,17 +59,29 @@ def reading(found, question="Read the book."):
     return [HumanMessage(question), *(part for at, text in enumerate(found) for part in exchange(at, text))]
 
 
-def sent(middleware, model, messages, *, packs=(), **settings):
-    """The messages that the model gets, with handles as it sends them."""
-    request = ModelRequest(
-        model=model,
-        messages=messages,
-        system_message=SystemMessage("You read."),
-        state={"messages": messages, "packs": [*packs]},
-        model_settings=settings,
+def called(middleware, model, messages, answer, *, packs=(), **settings):
+    """The messages that the model gets, with handles as it sends them, and its answer as the state keeps it."""
+    request, got = (
+        ModelRequest(
+            model=model,
+            messages=messages,
+            system_message=SystemMessage("You read."),
+            state={"messages": messages, "packs": [*packs]},
+            model_settings=settings,
+        ),
+        [],
     )
-    messages = middleware.wrap_model_call(request, lambda changed: changed).messages
-    return [message.model_copy(update={"content": _sent(message), "additional_kwargs": {}}) for message in messages]
+
+    def handler(changed):
+        got.extend(changed.messages)
+        return ModelResponse([answer])
+
+    [kept] = middleware.wrap_model_call(request, handler).result
+    return [message.model_copy(update={"content": _sent(message), "additional_kwargs": {}}) for message in got], kept
+
+
+def sent(middleware, model, messages, **state):
+    return called(middleware, model, messages, AIMessage(""), **state)[0]
 
 
 def behind(model, messages):
@@ -189,6 +201,38 @@ def test_what_left_is_found_beside_the_question(model, handles, facts, delivery)
     assert handles[3] not in found_in(sent(middleware, model, messages, packs=handles))
 
 
+def test_what_was_found_stays_before_its_question(model, handles, facts, packs, delivery):
+    messages, before, blocks, middleware, last = [], [], [], searching(facts, 1000), ()
+    for number, handle in enumerate(handles):
+        messages.append(HumanMessage(f"page {number // 2}"))
+        call, result = exchange(number, handle)
+        for answer in (call, AIMessage("So.")):
+            kept, noted = called(middleware, model, messages, answer, packs=handles[:number])
+            # The next process knows what was noted.
+            assert sent(searching(facts, 1000), model, messages, packs=handles[:number]) == kept
+            assert behind(model, kept) <= 1000
+            blocks.append(kept[: len(before)] != before)
+            before = kept
+            asked = [message.text for message in kept if message.type == "human" and find_handles(message.text)]
+            last = ("".join(asked[:-1]), [*messages]) if len(asked) > 1 else last
+            messages += [noted, result] if answer is call else [noted]
+    assert 2 < sum(blocks) < len(blocks) / 3
+    stayed, messages = last
+    (*_, handle), *_, (*_, other) = find_handles(stayed)
+    packs.remove(handle)
+    delivery.delete([fact.id for fact in facts.facts() if packs.handle(fact.text, "book") == other])
+    after = sent(middleware, model, messages, packs=handles)
+    asked = "".join(message.text for message in after if message.type == "human")
+    assert str(handle) not in asked, "lost"
+    assert str(other) in asked, "deleted, which one line says in its place"
+    # What somebody else noted brings no more than this conversation may read.
+    theirs = Handle("theirs", other.id)
+    for noted in (5, [None, str(theirs)], {"x": handles[0][:-1]}):
+        for message in messages:
+            message.additional_kwargs.update({middleware_file._FOUND: noted} if message.type == "ai" else {})
+        assert str(theirs) not in str(sent(middleware, model, messages, packs=handles))
+
+
 def test_the_heads_of_the_model_choose_among_the_nearest(model, handles, facts, packs, caplog):
     Delivery(facts, ENGINE, packs, namespace="book").compile(facts.facts())
     with caplog.at_level("INFO"):
@@ -235,7 +279,7 @@ def test_states_of_others_and_lost_packs_do_no_harm(model, handles, facts, packs
     assert handles[3] not in found_in(sent(searching(facts), model, reading(handles, "page 3"), packs=handles))
     # A checkpoint without the channel.
     request = ModelRequest(model=model, messages=reading(handles), state={"messages": []})
-    assert searching(facts).wrap_model_call(request, lambda changed: changed).messages
+    assert searching(facts).wrap_model_call(request, lambda changed: ModelResponse([*changed.messages])).result
 
 
 @pytest.mark.parametrize(
