@@ -148,9 +148,8 @@ class PlaceOptions:
         path, hint = Path(place), "`kp build COLLECTION FILE...` makes one."
         if path.is_dir() and any(path.iterdir()):
             hint = f"`kp build NAME {place}` makes one of its files."
-        # A database that is not ours, and facts of version 0.1, are refused by the store itself.
-        theirs = any((path / name).exists() for name in ("chroma.sqlite3", "facts.jsonl"))
-        if not (new or theirs or is_collection(place)):
+        # A database that is not ours is refused by the store itself.
+        if not (new or (path / "chroma.sqlite3").exists() or is_collection(place)):
             collections = [name for name in siblings(path) if is_fact_store(Path(name))]
             shown = path.resolve() if place in (".", "..") else place
             raise FactError(f"There is no collection in {shown}. {did_you_mean(place, collections, hint)}")

@@ -99,11 +99,6 @@ def prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
             sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("kp.")) if path.is_dir() else []
         )
         names = [name for name in names if name != "packs" and not name.endswith(".tmp")]
-        if "facts.jsonl" in names:
-            raise FactError(
-                f"{path} holds facts of version 0.1, which kept them in files of its own. Build them again from their "
-                f"sources into another folder, or from it: `kp build NEW {path / 'facts.jsonl'}`."
-            )
         if "chroma.sqlite3" in names:
             raise FactError(
                 f"{path} holds a Chroma database that we did not make; it stays as it is. Give another folder, "

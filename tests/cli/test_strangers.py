@@ -82,12 +82,9 @@ def test_a_namespace_without_facts_is_named(kp: Kp) -> None:
 
 
 def test_folders_of_other_things_are_named(kp: Kp, bank: Path, tmp_path: Path) -> None:
-    (tmp_path / "old").mkdir()
-    shutil.copy(tmp_path / "facts.jsonl", tmp_path / "old")
     (tmp_path / "other").mkdir()
     shutil.copy(tmp_path / "facts.jsonl", tmp_path / "other" / "mine.txt")
     one_line(kp("build", "other", "facts.jsonl"), "other holds other things (mine.txt), and stays as it is")
-    one_line(kp("search", "old", QUESTION), "holds facts of version 0.1", "`kp build NEW old/facts.jsonl`")
 
 
 def test_a_folder_that_another_process_holds_is_read_and_not_written(kp: Kp, bank: Path) -> None:

@@ -217,10 +217,6 @@ def test_what_is_not_ours_is_refused_and_untouched(tmp_path, foreign):
     with pytest.raises(FactError, match=r"other things \(chroma-0\)"):
         ChromaFactStore(other, HashEmbedder())
     assert (other / "chroma-0" / "thesis.txt").read_text() == "precious"
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "facts.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(FactError, match="kp build"):
-        ChromaFactStore(tmp_path / "old", HashEmbedder())
     with pytest.raises(FactError, match="no facts in it"):
         ChromaFactStore(tmp_path / "nothing", HashEmbedder(), read_only=True)
     assert not (tmp_path / "nothing").exists()
