@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import threading
 import time
 from contextlib import suppress
 
@@ -11,7 +10,6 @@ from kp_core.errors import KnowledgePackError, PackCorruptError
 from kp_core.packs.blobs import Blobs
 from kp_core.packs.envelope import from_json, mapping, to_json
 from kp_core.packs.secret import is_made
-from kp_core.threads import make_anew
 
 _FLUSH_SECONDS = 60
 _MOST_NAMES = 100_000
@@ -27,29 +25,22 @@ class LastUse:
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
         self._times, self._noted, self._flushed = dict[str, float](), False, time.monotonic()
-        self.forked()
-        make_anew(self)
-
-    def forked(self) -> None:
-        """In a forked process: another thread may have held the lock."""
-        self._lock = threading.Lock()
 
     def note(self, name: str) -> None:
         """Record that `name` is used now."""
-        with self._lock:
-            self._times[name], self._noted = time.time(), True
+        self._times[name], self._noted = time.time(), True
         if time.monotonic() > self._flushed + _FLUSH_SECONDS:
             self.flush()
 
     def times(self) -> dict[str, float]:
         """Return the last use of each name by any process, as far as written, in seconds since 1970."""
-        with self._lock:
-            for name, used_at in self._written().items():
-                if isinstance(used_at, float):
-                    self._times[name] = max(used_at, self._times.get(name, used_at))
-            if len(self._times) > _MOST_NAMES:
-                self._times = dict(sorted(self._times.items(), key=lambda item: item[1])[-_MOST_NAMES:])
-            return dict(self._times)
+        known = {name: used_at for name, used_at in self._written().items() if isinstance(used_at, float)}
+        for name, used_at in self._times.copy().items():  # Other threads note meanwhile.
+            known[name] = max(used_at, known.get(name, used_at))
+        if len(known) > _MOST_NAMES:
+            known = dict(sorted(known.items(), key=lambda item: item[1])[-_MOST_NAMES:])
+            self._times = known.copy()
+        return known
 
     def _written(self) -> dict[str, object]:
         with suppress(FileNotFoundError, PackCorruptError):

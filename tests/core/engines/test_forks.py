@@ -267,7 +267,7 @@ def test_a_store_of_packs_that_another_thread_uses_works_in_a_forked_process(act
         "put": lambda: str(store.put(engine.build_pack("Another text, as long as the first."))),
         "open": lambda: PackStore(tmp_path).get(handle).text,
     }
-    with held(store._uses._lock, *store._turns):
+    with held(*store._turns):
         assert in_child(acts[act])
     assert acts[act]()
 
