@@ -9,6 +9,10 @@ asked and the rest reckoned, as they are for `text`, where the state is sent as 
 options, over the nearest five passages. Of each way, right answers with a 95 % interval, the mean distance of
 confidence from accuracy in ten classes (`ece`), and the probability of so large a difference from the schema-held
 answer by chance (exact McNemar).
+
+`--part grade`: what `KnowledgePackRetriever(grade=0.5)` does with five documents of `--tokens` / 5 tokens for each of
+`--limit` questions (20): the share of those with the answer that it keeps, and of the others that it drops; and seconds
+a question as above, of the grades and of the prompt with all five documents, both with an empty cache.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +32,10 @@ from scipy.stats import binomtest
 
 from benchmarks import common
 from benchmarks.memory import WAYS, Memory, read_set
-from kp_core import PackStore, Question, Session
+from benchmarks.questions import questions
+from kp_core import Fact, PackStore, Question, Session
 from kp_core.banks.embed import SentenceTransformerEmbedder
+from kp_langchain import KnowledgePackRetriever
 
 __all__ = ["main"]
 
@@ -35,6 +43,7 @@ _COUNTS = (1, 8, 32)
 _REPEATS = 3
 _ASKED = 8
 _WAYS = ("from_disk", "decide", "one_prompt", "one_token", "schema", "text")
+_SETS, _DOCUMENTS, _GRADE, _GRADED = ("world", "single"), 5, 0.5, 20
 _THINGS = ("river", "sea", "hill", "bridge", "town", "king", "forest", "boat")
 
 
@@ -154,16 +163,67 @@ def accuracy(session: Session, items: Sequence[_Item]) -> Iterator[dict[str, Any
         }
 
 
+def graded(session: Session, arguments: argparse.Namespace, folder: str) -> Iterator[dict[str, Any]]:
+    """A row for each set of questions."""
+    encode = partial(session.tokenizer.encode, add_special_tokens=False)
+    embedder, store = SentenceTransformerEmbedder(), PackStore(folder)
+    for kind in _SETS:
+        kept: dict[bool, list[bool]] = {True: [], False: []}
+        seconds = list[tuple[float, float]]()
+        asked = islice(questions(kind, _DOCUMENTS, arguments.tokens // _DOCUMENTS, encode), arguments.limit or _GRADED)
+        for number, one in enumerate(track(list(asked), f"Grading: {kind}")):
+            retriever = KnowledgePackRetriever.from_facts(
+                map(Fact, one.documents),
+                engine=session,
+                store=store,
+                embedder=embedder,
+                namespace=f"{kind}{number}",
+                k=_DOCUMENTS,
+                content="handle",
+                progress=False,
+            )
+            found, searching = _fresh(session, partial(retriever.invoke, one.asked), arguments.device)
+            good, grading = _fresh(session, partial(retriever.invoke, one.asked, grade=_GRADE), arguments.device)
+            prompt = common.prompt((document.page_content for document in found), one.asked)
+            view = store.view(f"{kind}{number}")
+            _, prefill = _fresh(session, partial(session.prefill, prompt, view=view), arguments.device)
+            seconds.append((grading - searching, prefill))
+            for document in found:
+                kept[common.contains(document.metadata["text"], one.answer)].append(document in good)
+        grades, prompts = zip(*seconds, strict=True)
+        yield {
+            "set": kind,
+            "questions": len(seconds),
+            "with_answer": len(kept[True]),
+            "kept": common.mean(kept[True]),
+            "others": len(kept[False]),
+            "dropped": 1 - common.mean(kept[False]),
+            "grades_s": common.mean(grades),
+            "prompt_s": common.mean(prompts),
+        }
+
+
+def _fresh(session: Session, act: Callable[[], Any], device: str) -> tuple[Any, float]:
+    """What `act` gives, and its seconds, with an empty cache."""
+    common.reset(session)
+    given = list[Any]()
+    took = _seconds(lambda: given.append(act()), device)
+    return given[0], took
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run, print the table, write the JSON file."""
     parser = common.argument_parser(__doc__, "hotpotqa_gold.jsonl")
-    parser.add_argument("--part", default="times", choices=("times", "hotpotqa", "personamem"))
-    parser.add_argument("--tokens", type=int, default=1000, metavar="N", help="of the pack; default: 1000")
+    parser.add_argument("--part", default="times", choices=("times", "hotpotqa", "personamem", "grade"))
+    parser.add_argument("--tokens", type=int, default=1000, metavar="N", help="of the pack or documents; default: 1000")
     arguments = parser.parse_args(argv)
     session = common.load_engine(arguments)
     if arguments.part == "times":
         with common.scratch(session) as folder:
             rows = list(times(session, arguments.tokens, arguments.device, folder))
+    elif arguments.part == "grade":
+        with common.scratch(session) as folder:
+            rows = list(graded(session, arguments, folder))
     else:
         items = hotpotqa(arguments) if arguments.part == "hotpotqa" else personamem(arguments, session)
         rows = list(accuracy(session, list(items)))

@@ -38,3 +38,15 @@ def test_right_answers_are_counted(thin_or_bundled, tmp_path):
 def test_options_are_decided_over_passages(thin_or_bundled):
     arguments = ["--part", "personamem", "--limit", "2", "--model", thin_or_bundled, "--dtype", "float32"]
     assert [row["n"] for row in decide.main(arguments)["rows"]] == [2, 2, 2]
+
+
+@pytest.mark.skipif(not (DATA / "wiki_passages.jsonl").exists(), reason="the passages of Wikipedia are not here")
+def test_documents_are_graded(thin_or_bundled):
+    arguments = ["--part", "grade", "--limit", "2", "--model", thin_or_bundled, "--dtype", "float32"]
+    rows = decide.main(arguments)["rows"]
+    assert [(row["set"], row["questions"], row["with_answer"] + row["others"]) for row in rows] == [
+        ("world", 2, 10),
+        ("single", 2, 10),
+    ]
+    assert all(row["with_answer"] >= 2 and 0 <= row["kept"] <= 1 and 0 <= row["dropped"] <= 1 for row in rows)
+    assert all(row["prompt_s"] > 0 for row in rows)
