@@ -1,4 +1,4 @@
-"""The benchmark and the cookbook of steering, from beginning to end on a tiny model."""
+"""The benchmarks of steering, from beginning to end on a tiny model."""
 
 import json
 import re
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import common
-from cookbooks.steering.__main__ import main as cookbook
 from kp_core.steering import preset
 from tests.conftest import tiny_engine
 
@@ -176,16 +175,3 @@ def test_the_code_of_the_page_runs(monkeypatch):
         exec(compile(block, "steering.md", "exec"), names)  # noqa: S102 - our own page
     assert names["chat"].steering == names["llm"].steering == (names["formal"], None)
     assert names["engine"].build_pack("The sun is a star.").steer(names["formal"]).steering == 0.7 * names["formal"]
-
-
-@pytest.mark.slow
-def test_the_cookbook_tells_its_story(capsys, monkeypatch):
-    monkeypatch.setattr("kp_core.load_engine", lambda **_: tiny_engine())
-    cookbook(["--tokens", "6"])
-    said = capsys.readouterr().out
-    assert [line[2] for line in said.splitlines() if line.startswith("# ")] == list("123456")
-    assert "comes back the same: True" in said
-    answers = dict(line.split(": ", 1) for line in said.splitlines() if line.startswith(("plain", "steered there")))
-    assert answers["plain"] == answers["steered there and back"]
-    assert "Got scope='pack' for a prompt without packs." in said
-    assert "Got alpha=nan" in said

@@ -1,1 +1,0 @@
-"""Steering, told with what it prints."""
