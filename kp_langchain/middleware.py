@@ -22,7 +22,7 @@ from langgraph.types import Command
 from kp_core import FactStore, Handle, Session, find_handles, strip_handles
 from kp_core.engines.shared import session_of
 from kp_core.errors import OptionError
-from kp_core.packs.handle import check_namespace, inert
+from kp_core.packs.handle import check_namespace
 from kp_core.packs.store import open_packs
 from kp_core.packs.view import PackRef, Packs, PackView
 from kp_core.settings import core_role
@@ -66,12 +66,9 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
 
     The state channel `packs` lists the handles in results, whatever becomes of the messages. With `memory="search"`,
     the newest message of the user is searched for in `facts`, among the facts of handles that have left, and at most
-    two packs, those that the model attends to, stand before it. They stay there until it leaves: what the model answers
+    two packs, those that the model attends to, stand before it. They stay there until it leaves: the model's answer
     notes them. Results that are text of no fact are added to `facts` when they leave: in `keep_in`, or the model's only
     namespace.
-
-    All packs of a result count, also those that `composer="select"` will leave out: that is not known before the prompt
-    is, changes with it, and does not hold where it cannot choose.
 
     The messages hold the texts of packs, so that another model (a router's, a fallback's) can read them; a
     `ChatKnowledgePacks` still gets the handles. If a middleware in front chooses another model, packs and bounds are
@@ -103,7 +100,8 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
 
     def before_model(self, state: PackState, runtime: Runtime[Any]) -> dict[str, Any] | None:
         """Add the handles in tool messages to the state."""
-        handles = dict.fromkeys(handle for message in state["messages"] for handle in _handles(message))
+        texts = [message.text for message in state["messages"] if isinstance(message, ToolMessage)]
+        handles = dict.fromkeys(str(handle) for text in texts for *_, handle in find_handles(text))
         new_handles = [handle for handle in handles if handle not in (state.get("packs") or ())]
         return {"packs": new_handles} if new_handles else None
 
@@ -144,13 +142,13 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
             return request, []
         view = model._view()  # noqa: SLF001 - one of ours
         messages, found = self._bounded(request, model)
-        prepared = request.override(
+        request = request.override(
             # A copy, because a middleware behind may give `model_settings` to another model.
             model=model.model_copy(update=model.remembering()) if is_ours else request.model,
             system_message=with_texts(system[0], view) if system else None,
             messages=[with_texts(message, view) for message in messages],
         )
-        return prepared, found
+        return request, found
 
     def _bounded(self, request: ModelRequest[Any], model: ChatKnowledgePacks) -> tuple[list[AnyMessage], list[Handle]]:
         """The messages that stay, with what was found of those that have left, and what of it for the newest one."""
@@ -158,12 +156,11 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
             return request.messages, []
         settings = request.model_settings
         session, view = model.reading()
-        window = session.max_positions
         packs = [pack for pack in (*(model.packs or ()), *settings.get("packs", ())) if isinstance(pack, str)]
         system = [*map(SystemMessage, packs), *([request.system_message] if request.system_message else [])]
         head = model.get_num_tokens_from_messages([*system, _START], request.tools)
-        answer = settings.get("max_tokens") or model.max_tokens or min(_MOST_TOKENS, window // 2)
-        room = max(0, window - head - answer)
+        answer = settings.get("max_tokens") or model.max_tokens or min(_MOST_TOKENS, session.max_positions // 2)
+        room = max(0, session.max_positions - head - answer)
         room = room if self._most == "half" else min(self._most, room)
         most = room // 2 if self._most == "half" else room
         for_found = 0 if self._facts is None else most // 4
@@ -199,7 +196,8 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
                     groups[asked][0] = _beside(groups[asked][0], found, view)
                     sizes[asked] = self._size(groups[asked], model)
                 asked, found, is_current = at, [], False
-            elif self._facts is not None and (noted := group[0].additional_kwargs.get(_FOUND)) is not None:
+            elif self._facts is not None and asked >= 0 and _FOUND in group[0].additional_kwargs:
+                noted = group[0].additional_kwargs[_FOUND]
                 found, is_current = [handle for *_, handle in find_handles(str(noted))], True
             beside = sizes.get(asked, 0)
             limit = most if 2 * beside <= most else max(most, (room + beside) // 2)
@@ -232,7 +230,7 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
         ]
 
     def _size(self, messages: Sequence[AnyMessage], model: ChatKnowledgePacks) -> int:
-        """The tokens of `messages` in a conversation, packs counted."""
+        """The tokens of `messages` in a conversation. All packs count: what a composer leaves out is known too late."""
         said = [(message.type, message.text, repr(getattr(message, "tool_calls", ""))) for message in messages]
         key = hash((model.model_name, *model.namespaces, *said))
         if key not in self._sizes:
@@ -336,11 +334,6 @@ def _note(known: dict[int, Any], key: int, value: object) -> None:
     known[key] = value
 
 
-def _handles(message: AnyMessage) -> list[str]:
-    """The handles in a tool message."""
-    return [str(handle) for *_, handle in find_handles(message.text)] if isinstance(message, ToolMessage) else []
-
-
 def _packs_in(message: AnyMessage, view: PackView) -> list[Handle]:
     """The packs that a message brings, by their handles or texts."""
     parts = view.split(message.text, core_role(message.type))
@@ -349,16 +342,9 @@ def _packs_in(message: AnyMessage, view: PackView) -> list[Handle]:
 
 def _beside(message: AnyMessage, handles: Sequence[Handle], view: PackView | None) -> AnyMessage:
     """`message` with packs before it, as texts if those of users are not trusted; without those that are lost."""
-    if view is None:
-        return message
-    parts = list[str]()
-    for handle in handles:
-        pack = view.source.peek(handle) if handle.namespace in view.namespaces else None
-        if "user" in view.trusted_roles:
-            parts += [str(handle)] if pack or view.source.buried(handle) else []
-        else:
-            parts += [inert(pack.text)] if pack else []
-    block, content = "".join(f"{part}\n\n" for part in parts), message.content
+    texts = {handle: with_texts(ToolMessage(str(handle), tool_call_id=""), view).text for handle in handles}
+    is_trusted, content = view is not None and "user" in view.trusted_roles, message.content
+    block = "".join(f"{handle if is_trusted else text}\n\n" for handle, text in texts.items() if text)
     content = block + content if isinstance(content, str) else [{"type": "text", "text": block}, *content]
     return message.model_copy(update={"content": content}) if block else message
 

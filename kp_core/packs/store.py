@@ -154,7 +154,7 @@ class PackStore(Packs):
 
     def removals(self, namespace: str) -> object:
         """As `Packs.removals`."""
-        stat = self.blobs.stat(_removed_key(namespace), recent=True)
+        stat = self.blobs.stat(f"removed/{namespace}", recent=True)
         return None if stat is None else stat.version
 
     def note_change(self) -> None:
@@ -354,7 +354,7 @@ class PackStore(Packs):
         deleted = [self.blobs.delete(key) for key in (*self._beside(handle), _text_key(handle))]
         if not any(deleted):
             raise PackNotFoundError(f"{self.blobs} has no pack {handle} to remove.")
-        self.blobs.write(_removed_key(handle.namespace), [os.urandom(8)])
+        self.blobs.write(f"removed/{handle.namespace}", [os.urandom(8)])
         self._drop(str(handle))
         for key in (*self._beside(handle), *self._of_earlier(handle)):
             self.blobs.delete(key)
@@ -676,10 +676,6 @@ def _text_key(handle: Handle) -> str:
 
 def _buried_key(handle: Handle) -> str:
     return f"deleted/{handle.namespace}/{handle.id[:2]}/{handle.id}"
-
-
-def _removed_key(namespace: str) -> str:
-    return f"removed/{namespace}"
 
 
 def _forgotten_key(namespace: str) -> str:

@@ -225,6 +225,7 @@ def test_what_was_found_stays_before_its_question(model, handles, facts, packs, 
     asked = "".join(message.text for message in after if message.type == "human")
     assert str(handle) not in asked, "lost"
     assert str(other) in asked, "deleted, which one line says in its place"
+    assert sent(middleware, model, [message for message in messages if message.type != "human"], packs=handles)
     # What somebody else noted brings no more than this conversation may read.
     theirs = Handle("theirs", other.id)
     for noted in (5, [None, str(theirs)], {"x": handles[0][:-1]}):

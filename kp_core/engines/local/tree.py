@@ -321,9 +321,7 @@ class PrefixTree:
         with self.lock:
             host_bytes, self.host_bytes = self.host_bytes, 0
             self._evict(self.nbytes)
-            for node in list(self._cold):
-                if node in self._cold and self._drop(node):
-                    self._release_storage(node, node.kv)
+            self._drop_cold(0)
             self.host_bytes = host_bytes
 
     @property
