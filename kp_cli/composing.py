@@ -20,6 +20,7 @@ from kp_core.packs.store import PackStore
 from kp_methods import PacketComposer
 from kp_methods.calibration import COMPOSERS, CalibrationQuestion, calibrate_composers, calibrations_of
 from kp_methods.packet.composer import SHIPPED
+from kp_methods.packet.training import PacketTraining, checkpoint_of, train_wrapper, wrapper_scores
 
 packet = typer.Typer(
     name="packet",
@@ -107,8 +108,6 @@ def train(  # noqa: PLR0913 - one parameter per setting
 
     It ends after --steps, when held-out documents show no progress any more, or after --minutes.
     """
-    from kp_methods.packet.training import PacketTraining, checkpoint_of, train_wrapper
-
     settings = PacketTraining(soft, steps, batch, documents=documents, tokens=tokens, every=every)
     command_line = shlex.join(["kp", *(part for part in sys.argv[1:] if part != "--json")])
     wrapper = train_wrapper(
@@ -143,8 +142,6 @@ def evaluate(  # noqa: PLR0913 - one parameter per option
     Beside it: packets without soft tokens, which is what `splice` does. Of the documents that the wrapper was trained
     on, those are taken that were held out.
     """
-    from kp_methods.packet.training import wrapper_scores
-
     trained = PacketComposer.load(wrapper)
     session = model.load()
     trained.check(session.fingerprint)

@@ -8,16 +8,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from kp_cli import waiting
 from kp_cli.shared import ModelOptions, console, spread
-
-if TYPE_CHECKING:
-    from kp_core import Generation, PackStore, Session
+from kp_cli.sources import read_facts
+from kp_core import Generation, PackStore, Session
+from kp_core.steering import preset
 
 _TOKENS = (1000, 4000)
 _PASSAGES, _LENGTH = 10, 130  # As a search finds them: how many, and tokens of each, about.
@@ -36,9 +35,6 @@ What to try next
 @spread
 def demo(*, model: ModelOptions) -> None:
     """See in a minute what packs do: the same answer, sooner, in a style of its own."""
-    from kp_cli.sources import read_facts
-    from kp_core import PackStore
-
     began, out = time.perf_counter(), console()
     out.print("Knowledge Packs: text is read once, and then only named.", style="bold")
     facts = [fact.text for fact in read_facts(Path(__file__).with_name("isles.jsonl"))]
@@ -99,8 +95,6 @@ def _compare(out: Console, tokens: int, text: Generation, packs: Generation) -> 
 
 def _show_style(out: Console, session: Session) -> None:
     """Answer one question at three strengths of a steering."""
-    from kp_core.steering import preset
-
     _heading(out, 3, "A style that no prompt spends a token on", f"The question: {_STYLED}")
     out.print("Making a steering from pairs of sentences, formal and casual ...")
     with waiting("Steering"):

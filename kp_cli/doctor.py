@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Group
 
@@ -38,8 +39,6 @@ def doctor(
     as_json: JsonFlag = False,
 ) -> None:
     """Machine, packages, whether a model is supported and why not (exit code 3), and where storing KV pays."""
-    with waiting("Loading libraries"):
-        machine = _machine()
     packages = dict.fromkeys(_PACKAGES.split(), "not installed")
     for name in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -49,15 +48,13 @@ def doctor(
         about |= {"supported": True, **_measured(model, packs)}
     except ERRORS as error:
         about |= {"supported": False, "why_not": str(error)}
-    report = {"machine": machine, "packages": packages, "model": about}
+    report = {"machine": _machine(), "packages": packages, "model": about}
     tell(report, Group(*(table_of(rows, part) for part, rows in report.items())), as_json=as_json)
     if not about["supported"]:
         raise typer.Exit(3)
 
 
 def _machine() -> dict[str, Any]:
-    import torch
-
     kept = default_room(FolderBlobs("."))
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
