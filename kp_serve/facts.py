@@ -22,8 +22,9 @@ _MOST, _AT_ONCE = 1000, 16  # Most facts of one request; most that vLLM compiles
 async def answer_facts(state: ServerState, visit: Visit) -> None:
     """Answer one request below `/v1/facts`. Each fact has a pack of its own; both are added and deleted together."""
     if state.facts is None:
-        hint = "Start it with `kp serve MODEL --store PLACE --facts COLLECTION`."
-        raise HTTPError(404, f"This server has no facts. {hint}")
+        raise HTTPError(
+            404, "This server has no facts. Start it with `kp serve MODEL --store PLACE --facts COLLECTION`."
+        )
     method, name = visit.scope["method"], visit.scope["path"].removeprefix("/v1/facts").removeprefix("/")
     if (method, name) == ("POST", ""):
         return await visit.answer(await _add(state, state.facts, visit, await visit.read()))

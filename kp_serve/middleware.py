@@ -13,7 +13,7 @@ from kp_core.errors import FactError, FactStoreLockedError, KnowledgePackError
 from kp_core.packs.handle import handles_like
 from kp_core.packs.view import PackRef, PackView, why_unresolved
 from kp_core.prompt.conversation import text_of
-from kp_serve.access import Access
+from kp_serve.access import Access, access_of
 from kp_serve.answers import Answer
 from kp_serve.asked import FIRST_PACK
 from kp_serve.facts import answer_facts
@@ -94,7 +94,8 @@ class PackMiddleware:
         method, path = scope["method"], scope["path"]
         if (method, path) == ("GET", "/health"):
             return await self.app(scope, receive, send)
-        access = self.state.access(_key_of(scope))
+        kind, _, key = _header(scope, "authorization").partition(" ")
+        access = access_of(self.state.keys, key.strip() if kind.lower() == "bearer" else None)
         if access is None:
             raise HTTPError(401, "The API key is missing or not one of this server. Send 'Authorization: Bearer KEY'.")
         visit = Visit(self.app, scope, receive, send, access)
@@ -222,8 +223,3 @@ def _checked(body: dict[str, Any], path: str) -> dict[str, Any]:
 def _header(scope: Scope, wanted: str) -> str:
     header: bytes = next((value for name, value in scope["headers"] if name.lower() == wanted.encode()), b"")
     return header.decode("latin-1")
-
-
-def _key_of(scope: Scope) -> str | None:
-    kind, _, key = _header(scope, "authorization").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else None

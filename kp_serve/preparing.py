@@ -24,7 +24,7 @@ from kp_serve.access import Access
 from kp_serve.asked import Placed, blocks_as_json, moved_packs, soft_of, steered
 from kp_serve.rights import Rights, salt_of
 from kp_serve.state import ServerState
-from kp_serve.stored import Part, is_compiled
+from kp_serve.stored import Part
 from kp_serve.wire import HTTPError, Visit
 
 _Step: TypeAlias = tuple[list[int] | Tensor, Rights]
@@ -177,7 +177,9 @@ async def _moved(desk: ServerState, visit: Visit, field: dict[str, Any], ids: li
             "that moves packs expects one prefix. Build all with the same `compiled_for`.",
         )
     starts = await asyncio.to_thread(_readable, starts, desk, visit.access)
-    soft = _soft(desk, field.get("soft"))
+    if field.get("soft") is not None and not desk.packets:
+        raise HTTPError(400, "This server wraps no packs; start it with `kp serve --packets`.")
+    soft = None if field.get("soft") is None else soft_of(field["soft"])
     for (start, stop, handle), pack in zip(spans, packs, strict=True):
         if not _stands(desk, pack, ids[start:stop], soft):
             raise HTTPError(
@@ -193,7 +195,8 @@ async def _moved(desk: ServerState, visit: Visit, field: dict[str, Any], ids: li
             computed += await _softened(desk, visit, part, prefix, soft)
             parts.append(part)
             continue
-        if not await asyncio.to_thread(is_compiled, desk.store, Handle.parse(handle), pack.key):
+        stored = await asyncio.to_thread(desk.store.peek, Handle.parse(handle), pack.key)
+        if stored is None or not pack.key.fits(stored) or not stored.stored_bytes:
             visit.need_write()
             await desk.fill(visit, pack)
             computed += len(span_ids)  # Without the prefix, which is not counted again.
@@ -222,15 +225,6 @@ def _embedded(desk: ServerState, prefix: Prefix, token_ids: tuple[int, ...], sof
     parts = (tokens[: len(prefix)], soft.header, tokens[len(prefix) :], soft.trailer)
     dtype: torch.dtype = getattr(torch, desk.identity.dtype)
     return torch.cat([part.to(tokens.dtype) for part in parts]).to(dtype)
-
-
-def _soft(desk: ServerState, field: object) -> SoftTokens | None:
-    """The soft tokens that a client asks for; `None` without any. Raises `HTTPError` and `PromptError`."""
-    if field is None:
-        return None
-    if not desk.packets:
-        raise HTTPError(400, "This server wraps no packs; start it with `kp serve --packets`.")
-    return soft_of(field)
 
 
 def _stands(desk: ServerState, pack: KnowledgePack, ids: list[int], soft: SoftTokens | None) -> bool:

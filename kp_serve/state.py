@@ -24,9 +24,8 @@ from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.store import PackStore
 from kp_core.prompt.template import ChatTemplate
-from kp_serve.access import Access, access_of, read_keys
+from kp_serve.access import Access, read_keys
 from kp_serve.rights import Rights, salt_of, server_key
-from kp_serve.stored import is_compiled
 from kp_serve.wire import HTTPError, Visit, send_bytes
 
 VARIABLE = "KP_SERVE"
@@ -104,10 +103,6 @@ class ServerState:
     def template(self) -> ChatTemplate:
         """The model's chat template."""
         return ChatTemplate(self.tokenizer)
-
-    def access(self, key: str | None) -> Access | None:
-        """The rights of a client that sends `key`; `None` for an unknown key."""
-        return self.keys if isinstance(self.keys, Access) else access_of(self.keys, key)
 
     def note_used(self, named: str, namespaces: Collection[str]) -> None:
         """Mark the handles in `named` of these namespaces as just used."""
@@ -251,7 +246,7 @@ class ServerState:
         if pack is None:
             raise HTTPError(404, f"There is no pack {str(handle)!r}.")
         report = {"handle": str(handle), "text": pack.text, "tokens": len(pack.token_ids)}
-        report["compiled"] = is_compiled(self.store, handle, key)
+        report["compiled"] = key.fits(pack) and pack.stored_bytes > 0
         return {**report, "bytes": pack.stored_bytes, "provenance": dict(pack.provenance)}
 
 

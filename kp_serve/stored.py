@@ -19,7 +19,7 @@ from kp_core.packs.codec import Compression
 from kp_core.packs.entry import Entry, EntryFile, digest_of
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
-from kp_core.packs.pack import KnowledgePack, PackKey
+from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.store import PackStore
 from kp_core.rope import Rope
 from kp_serve.asked import blocks_of
@@ -163,12 +163,6 @@ class StoredKV:
             if not self.store.has(part.entry, part.entry.namespaces):
                 part_kv = kv.slice(part.start - start, part.stop - start)
                 self.store.write(part.entry, part_kv.clone(), self._compress)
-
-
-def is_compiled(store: PackStore, handle: Handle, key: PackKey) -> bool:
-    """Whether the KV of a pack is stored and may be read."""
-    pack = store.peek(handle, key)
-    return pack is not None and key.fits(pack) and pack.stored_bytes > 0
 
 
 class _Index:

@@ -15,7 +15,6 @@ from kp_serve.access import Access
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Headers: TypeAlias = list[tuple[bytes, bytes]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _JSON = "application/json"
@@ -114,7 +113,7 @@ async def send_bytes(send: Send, status: int, data: bytes, kind: str) -> None:
     await send({"type": "http.response.body", "body": data})
 
 
-def replay(body: object, receive: Receive) -> tuple[Headers, Receive]:
+def replay(body: object, receive: Receive) -> tuple[list[tuple[bytes, bytes]], Receive]:
     """Headers for `body`, and a `receive` that first gives `body`, then what the client still sends (its disconnect).
 
     Raises `HTTPError` for values that JSON cannot express, such as the infinity that `1e999` parses to.
@@ -132,5 +131,5 @@ def replay(body: object, receive: Receive) -> tuple[Headers, Receive]:
     return _headers(data, _JSON), receive_body
 
 
-def _headers(data: bytes, kind: str) -> Headers:
+def _headers(data: bytes, kind: str) -> list[tuple[bytes, bytes]]:
     return [(b"content-type", kind.encode()), (b"content-length", str(len(data)).encode())]
