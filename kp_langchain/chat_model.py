@@ -25,10 +25,10 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel
 
-from kp_core import Composer, find_handles
+from kp_core import Composer
 from kp_core.errors import PromptError
 from kp_core.prompt.conversation import to_turns
-from kp_core.settings import MODEL_OPTIONS, ModelSettings, core_choice, core_role
+from kp_core.settings import MODEL_OPTIONS, ModelSettings, core_choice
 from kp_core.tools import AnswerShape
 from kp_langchain.messages import PROVIDER, last_chunk, overflows, to_chunk, to_messages, to_result
 
@@ -121,12 +121,6 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         calls = [json.dumps(message["tool_calls"]) for message in core_messages if "tool_calls" in message]
         texts = [turn.content for turn in to_turns(core_messages, self._view())]
         return sum(len(self.get_token_ids(text)) for text in (*texts, *calls))
-
-    def resolves(self, handle: str, role: str = "system") -> bool:
-        """Whether `handle` is that of a pack that this model may use from a message of `role`."""
-        view, found = self._view(), find_handles(handle)
-        is_one = len(found) == 1 and str(found[0][2]) == handle
-        return view is not None and is_one and view.resolve(found[0][2], core_role(role)) is not None
 
     if not TYPE_CHECKING:  # LangChain's type of it is private.
 

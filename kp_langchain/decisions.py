@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from langchain_core import __version__
 from langchain_core.messages import BaseMessage, is_data_content_block
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.runnables import RunnableConfig
 
 from kp_core import Decisions, Question
@@ -17,7 +16,7 @@ from kp_core.errors import MissingDependencyError, PromptError
 from kp_core.packs.handle import inert
 from kp_core.prompt.conversation import GAP, Message, map_strings
 from kp_core.settings import ModelSettings
-from kp_langchain.messages import PROVIDER, overflows, to_messages
+from kp_langchain.messages import PROVIDER, overflows, to_messages, usage_metadata
 
 try:
     from langchain_core.decisions import (
@@ -103,10 +102,7 @@ class KnowledgePackDecisions(ModelSettings, BaseDecisionModel):  # type: ignore[
                     probabilities=dict(enumerate(shares.values())),
                     confidence=answer.confidence,
                 )
-        read = decided.usage.prompt_tokens + decided.usage.pack_tokens
-        details = InputTokenDetails(cache_read=decided.usage.reused_tokens)
-        usage = UsageMetadata(input_tokens=read, output_tokens=0, total_tokens=read, input_token_details=details)
-        return ClassifierResponse(model=self.model_name, answers=answers, usage=usage)
+        return ClassifierResponse(model=self.model_name, answers=answers, usage=usage_metadata(decided.usage))
 
 
 def _question(question: Any) -> Question:

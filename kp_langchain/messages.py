@@ -13,7 +13,7 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 
-from kp_core import Delta, Generation, TokenLogprob, errors
+from kp_core import Delta, Generation, TokenLogprob, Usage, errors
 from kp_core.errors import PromptError
 from kp_core.packs.handle import inert, strip_handles
 from kp_core.packs.view import PackRef, PackView
@@ -159,14 +159,17 @@ def _reasoning(text: str) -> dict[str, Any]:
 
 
 def _about(generation: Generation, model_name: str) -> dict[str, Any]:
-    """What a message says of its generation. Input is what the model reads, packs included."""
-    usage = generation.usage
+    """What a message says of its generation."""
     metadata: dict[str, Any] = {"model_name": model_name, "model_provider": PROVIDER}
-    metadata |= {"finish_reason": generation.finish_reason, "kp": usage.to_dict()}
-    counts = UsageMetadata(
+    metadata |= {"finish_reason": generation.finish_reason, "kp": generation.usage.to_dict()}
+    return {"usage_metadata": usage_metadata(generation.usage), "response_metadata": metadata}
+
+
+def usage_metadata(usage: Usage) -> UsageMetadata:
+    """Counts in LangChain's form. Input is what the model reads, packs included."""
+    return UsageMetadata(
         input_tokens=usage.prompt_tokens + usage.pack_tokens,
         output_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.pack_tokens + usage.completion_tokens,
         input_token_details=InputTokenDetails(cache_read=usage.reused_tokens),
     )
-    return {"usage_metadata": counts, "response_metadata": metadata}
