@@ -283,8 +283,7 @@ def _compile(delivery: Delivery, session: Session, *, as_json: bool) -> dict[str
     about = f"To compile: {count:,} packs of {tokens:,} tokens{price}; compiled already: {stored:,}."
     typer.echo(about, err=as_json)
     if server is None and nbytes > MUCH_BYTES:
-        gigabytes = f"{nbytes / 1e9:.1f} GB"
-        typer.echo(f"That is {gigabytes}; `--kv lazy` stores text alone, and computes KV on use.", err=True)
+        typer.echo(f"That is {nbytes / 1e9:.1f} GB; `--kv lazy` stores text alone, and computes KV on use.", err=True)
     handles = delivery.compile(units)
     if server is not None:
         compiled_units = [unit for unit, handle in zip(units, handles, strict=True) if handle]

@@ -108,26 +108,23 @@ def _pages(path: Path, convert: _Convert, max_chars: int) -> Iterator[Draft]:
         yield "page 1", FactError(reason)
         return
     for number in range(1, pages + 1):
-        place = f"page {number}"
-        if number in nested:
-            yield place, FactError(f"is damaged (forms more than {_DEEPEST_FORMS} deep)")
-            continue
         try:
-            text = _page(path, number, convert)
-        except FactError as error:
-            yield place, error
+            text = _page(path, number, convert, is_nested=number in nested)
         except Exception as error:  # noqa: BLE001 - as above
-            yield place, FactError(f"is damaged ({error or type(error).__name__})")
-        else:
-            for fields in _facts_of(text, max_chars, title):
-                yield place, fields | {"page": number}
+            damage = FactError(f"is damaged ({error or type(error).__name__})")
+            yield f"page {number}", error if isinstance(error, FactError) else damage
+            continue
+        for fields in _facts_of(text, max_chars, title):
+            yield f"page {number}", fields | {"page": number}
     _tell(path, told)
 
 
-def _page(path: Path, number: int, convert: _Convert) -> str:
+def _page(path: Path, number: int, convert: _Convert, *, is_nested: bool) -> str:
     """A page's Markdown. Raises `FactError` if it has pictures and no text."""
     import pypdfium2
 
+    if is_nested:
+        raise ValueError(f"forms more than {_DEEPEST_FORMS} deep")
     with pypdfium2.PdfDocument(path) as document, pypdfium2.PdfDocument.new() as alone:
         page = document[number - 1]
         chars = page.get_textpage().count_chars()
