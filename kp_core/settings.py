@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Self, get_type_hints
+from typing import Annotated, Any, Self, get_type_hints
 
 from pydantic import (
     AliasChoices,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     SecretStr,
@@ -23,6 +24,7 @@ from pydantic import (
 from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.shared import session_of, shared_engine
 from kp_core.errors import PackError, PromptError
+from kp_core.packs.handle import Handle
 from kp_core.packs.store import open_packs
 from kp_core.packs.view import TRUSTED_ROLES, Packs, PackView
 from kp_core.plan.request import ABOUT, OF_THE_CORE, OPTIONS, PER_CALL, Request, checked_options
@@ -47,7 +49,8 @@ _ROLES = {
 }
 
 # Pydantic checks simple types; objects check themselves. The field `packs` takes handles, not packs.
-_TYPES = get_type_hints(Request) | {"composer": Any, "steering": Any, "packs": tuple[str, ...], "stop": list[str]}
+_PACKS = tuple[Annotated[str, BeforeValidator(lambda name: str(name) if isinstance(name, Handle) else name)], ...]
+_TYPES = get_type_hints(Request) | {"composer": Any, "steering": Any, "packs": _PACKS, "stop": list[str]}
 _ALIASES = {"stop": AliasChoices("stop", "stop_sequences")}
 _FIELDS: dict[str, Any] = {
     name: (

@@ -268,7 +268,7 @@ def usable(pack: KnowledgePack, model: ModelFingerprint, mismatch: Mismatch, nam
 
 
 def explicit_packs(
-    packs: Sequence[KnowledgePack | str], view: PackView | None, model: ModelFingerprint, mismatch: Mismatch
+    packs: Sequence[KnowledgePack | Handle | str], view: PackView | None, model: ModelFingerprint, mismatch: Mismatch
 ) -> tuple[PackRef, ...]:
     """Return references to the packs that a caller passed; raises for a handle that does not resolve."""
     references = []
@@ -284,6 +284,6 @@ def explicit_packs(
         # The caller named it, not a message, so trusted roles do not matter.
         resolved = None if view is None else replace(view, trusted_roles={"system"}).resolve(handle, "system")
         if resolved is None:
-            raise PackNotFoundError(f"{handle} does not resolve: {why_unresolved(pack, view)}.")
-        references.append(PackRef(pack, resolved))
+            raise PackNotFoundError(f"{handle} does not resolve: {why_unresolved(str(pack), view)}.")
+        references.append(PackRef(str(pack), resolved))
     return tuple(references)

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
 from kp_core.errors import OptionError, gone
+from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import Mismatch, PackView, Unresolved
 from kp_core.plan.composer import Composer, ExactComposer, composer_of
@@ -107,7 +108,7 @@ class Request(Sampling):
     """
 
     view: PackView | None = None
-    packs: Sequence[KnowledgePack | str] = ()
+    packs: Sequence[KnowledgePack | Handle | str] = ()
     placement: Placement = "in_place"
     composer: Composer = _EXACT
     keep: Keep = "used_twice"

@@ -72,7 +72,7 @@ def test_usage_counts_what_the_model_reads_and_kp_what_was_sent(store):
 
 
 def test_packs_of_every_call(store):
-    handle = str(store.put(tiny_engine().build_pack(FACT, compiled_for="system", lazy=True)))
+    handle = store.put(tiny_engine().build_pack(FACT, compiled_for="system", lazy=True))
     llm = KnowledgePackLLM(engine=tiny_engine(), store=store, namespaces="default", max_tokens=2, packs=[handle])
     assert llm.namespaces == ("default",)
     assert llm.complete("Hi").raw["kp"]["pack_tokens"] > 0

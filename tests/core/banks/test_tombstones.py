@@ -51,7 +51,7 @@ def test_a_deleted_fact_is_a_line_in_an_old_conversation(library):
 
 def test_no_file_of_the_store_says_what_was_deleted(library):
     handle, folder = handle_of(library), library.store.path
-    read(library, handle, keep="always", packs=[str(handle_of(library, "The mill of Veyl has four sails."))])
+    read(library, handle, keep="always", packs=[handle_of(library, "The mill of Veyl has four sails.")])
     ids = library.store.get(handle).token_ids
     assert len(ids) > 8
     library.delete(["keeper"])
