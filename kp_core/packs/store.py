@@ -112,6 +112,7 @@ class PackStore(Packs):
         self._uses = last_use_of(self.blobs)
         self._texts = lru_cache(_CACHED)(partial(_read_text, self.blobs, self.secrets))
         self._heads = lru_cache(_CACHED)(partial(_read_head, self.blobs))
+        self._removed = lru_cache(_CACHED)(partial(_last_removal, self.blobs))
         self._owners: dict[tuple[str, str], frozenset[str]] = {}  # By key and version, so that no head is read twice.
         self._spare = (0, 0.0)  # Bytes that may be kept without looking for room, and until when.
         self.forked()
@@ -154,8 +155,7 @@ class PackStore(Packs):
 
     def removals(self, namespace: str) -> object:
         """As `Packs.removals`."""
-        stat = self.blobs.stat(f"removed/{namespace}", recent=True)
-        return None if stat is None else stat.version
+        return self._removed(namespace, self.changes)
 
     def note_change(self) -> None:
         """Change the token that tells all processes that packs were added or removed."""
@@ -354,11 +354,11 @@ class PackStore(Packs):
         deleted = [self.blobs.delete(key) for key in (*self._beside(handle), _text_key(handle))]
         if not any(deleted):
             raise PackNotFoundError(f"{self.blobs} has no pack {handle} to remove.")
-        self.blobs.write(f"removed/{handle.namespace}", [os.urandom(8)])
+        self.blobs.write(_removed_key(handle.namespace), [os.urandom(8)])
+        self.note_change()
         self._drop(str(handle))
         for key in (*self._beside(handle), *self._of_earlier(handle)):
             self.blobs.delete(key)
-        self.note_change()
 
     def rotate(self) -> int:
         """Give every pack with a handle of an earlier secret one of the first secret; returns their number.
@@ -644,6 +644,11 @@ def _tell(place: str) -> None:
     logger.warning("%s holds KV of release 0.2, which is computed again from its texts.", place)
 
 
+def _last_removal(blobs: Blobs, namespace: str, _changes: str) -> str | None:
+    stat = blobs.stat(_removed_key(namespace))
+    return None if stat is None else stat.version
+
+
 def _read_head(blobs: Blobs, key: str, _version: str) -> EntryFile:
     """Read the header of a file; raises `FileNotFoundError`, and as `read_header`."""
     while True:
@@ -676,6 +681,10 @@ def _text_key(handle: Handle) -> str:
 
 def _buried_key(handle: Handle) -> str:
     return f"deleted/{handle.namespace}/{handle.id[:2]}/{handle.id}"
+
+
+def _removed_key(namespace: str) -> str:
+    return f"removed/{namespace}"
 
 
 def _forgotten_key(namespace: str) -> str:
