@@ -18,7 +18,7 @@ from kp_core.banks.store import FactStore
 from kp_core.errors import FactError, OptionError
 from kp_core.packs.store import PackStore
 from kp_methods import PacketComposer
-from kp_methods.calibration import COMPOSERS, CalibrationQuestion, calibrate_composers, calibrations_of
+from kp_methods.calibration import COMPOSERS, CalibrationQuestion, calibrate_composers, calibrations_of, enough_of
 from kp_methods.packet.composer import SHIPPED
 from kp_methods.packet.training import PacketTraining, checkpoint_of, train_wrapper, wrapper_scores
 
@@ -56,7 +56,7 @@ def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
     if out is not None:
         existing(out.parent)  # Before minutes are spent.
     with read.open(place, read_only=True) as facts:
-        asked = _questions(existing(questions), facts, k)
+        asked = enough_of(_questions(existing(questions), facts, k))  # Before a model is loaded.
         store, session = PackStore(read.folder(place, facts)), model.load()
     calibration = calibrate_composers(
         session, asked, composers.split(), view=store.view("default"), minutes=minutes, progress=not as_json

@@ -297,6 +297,14 @@ def blob_key(what: str, model: str) -> str:
     return f"composers/{blake2b(f'{model} {what}'.encode(), digest_size=16).hexdigest()}.json"
 
 
+def enough_of(questions: Iterable[CalibrationQuestion]) -> list[CalibrationQuestion]:
+    """The questions with at least two passages; raises `OptionError` for fewer than 20."""
+    wanted = [question for question in questions if len(question.passages) > 1]
+    if len(wanted) < FEWEST:
+        raise OptionError(f"Got {len(wanted)} questions with at least two passages; expected {FEWEST} or more.")
+    return wanted
+
+
 def calibrate_composers(  # noqa: PLR0913
     session: Session,
     questions: Iterable[CalibrationQuestion],
@@ -316,9 +324,7 @@ def calibrate_composers(  # noqa: PLR0913
     with at least two passages, and for composers that are not known or exact; `PackError`, before anything is
     measured, if the store of `view` cannot be written.
     """
-    wanted = [question for question in questions if len(question.passages) > 1]
-    if len(wanted) < FEWEST:
-        raise OptionError(f"Got {len(wanted)} questions with at least two passages; expected {FEWEST} or more.")
+    wanted = enough_of(questions)
     random.Random(0).shuffle(wanted)  # noqa: S311 - so that a time limit cuts no kind off
     calibrations, resolved = calibrations_of(session.host), {_named(name): composer_of(name) for name in composers}
     if not resolved or any(composer.exact for composer in resolved.values()):

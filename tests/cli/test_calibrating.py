@@ -55,6 +55,9 @@ def test_bad_questions_are_named(kp: Kp, bank: Path, tmp_path: Path) -> None:
         questions = write(tmp_path / "questions.jsonl", rows)
         code, _, error = kp("calibrate", str(bank), str(questions), *TINY)
         assert (code, said in error) == (1, True), error
+    # Before a model is loaded, which may take minutes.
+    code, _, error = kp("calibrate", str(bank), str(questions), "--model", "./nowhere")
+    assert (code, "Got 1 questions" in error) == (1, True), error
     code, _, error = kp("calibrate", str(bank), str(questions), "--composers", "glue", *TINY)
     assert code == 1
     assert "glue" in error or "Got 1 questions" in error
