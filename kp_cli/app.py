@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.metadata
 import io
 import logging
 import os
@@ -135,6 +135,7 @@ def _top(
     context: typer.Context,
     *,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, and everything that is logged.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """Collections of facts, found by meaning and handed to open-weight models as compiled packs."""
     logging.basicConfig(level=logging.WARNING, handlers=[_Warnings()], force=True, format="%(message)s")
@@ -144,6 +145,9 @@ def _top(
         warnings.simplefilter("ignore")
         # Our own error says in one sentence what is wrong with a file.
         logging.getLogger("pdfminer").setLevel(logging.CRITICAL)
+    if version:
+        typer.echo(importlib.metadata.version("knowledge-packs"))
+        raise typer.Exit
     if context.invoked_subcommand is None:
         from kp_core.banks.client import is_fact_store
 

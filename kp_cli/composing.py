@@ -25,6 +25,7 @@ from kp_methods.packet.training import PacketTraining, checkpoint_of, train_wrap
 packet = typer.Typer(
     name="packet",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     help="Soft tokens around packs (KV Packet), so that documents compose without computing: train and measure them.",
 )
 
@@ -110,9 +111,8 @@ def train(  # noqa: PLR0913 - one parameter per setting
     """
     settings = PacketTraining(soft, steps, batch, documents=documents, tokens=tokens, every=every)
     command_line = shlex.join(["kp", *(part for part in sys.argv[1:] if part != "--json")])
-    wrapper = train_wrapper(
-        *(model.load(), _read(place, read), out, settings), minutes=minutes, about=command_line, progress=not as_json
-    )
+    texts, session = _read(place, read), model.load()
+    wrapper = train_wrapper(session, texts, out, settings, minutes=minutes, about=command_line, progress=not as_json)
     report = {"file": str(out), "id": wrapper.id, "bytes": out.stat().st_size, **wrapper.training}
     message = (
         f"{out}: {report['steps']} steps in {report['minutes']} minutes. On held-out documents the answers are "
@@ -143,9 +143,9 @@ def evaluate(  # noqa: PLR0913 - one parameter per option
     on, those are taken that were held out.
     """
     trained = PacketComposer.load(wrapper)
-    session = model.load()
+    texts, session = _read(place, read), model.load()
     trained.check(session.fingerprint)
-    rows = wrapper_scores(session, trained, _read(place, read), documents or [5, 10], limit, tokens=tokens)
+    rows = wrapper_scores(session, trained, texts, documents or [5, 10], limit, tokens=tokens)
     table = Table("documents", "packet", "without soft tokens", "packet is nearer")
     for row in rows:
         share = f"{row['nearer']} of {limit}"

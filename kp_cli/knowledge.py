@@ -98,9 +98,10 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     packs of old texts.
     """
     texts, paths, skipped = fact or [], files or [], list[FactError]()
-    if not (paths or texts) and not (is_collection(place) and (compiled or bank_size)):
-        if Path(place).exists() and not is_collection(place):
-            raise typer.BadParameter(f"Got no name. `kp build NAME {place}` makes one of {place}.")
+    is_empty, is_ours = not (paths or texts), is_collection(place)
+    if Path(place).is_file() or (is_empty and Path(place).exists() and not is_ours):
+        raise typer.BadParameter(f"Got no name. `kp build NAME {' '.join([place, *map(str, paths)])}` makes one.")
+    if is_empty and not (is_ours and (compiled or bank_size)):
         raise typer.BadParameter("Got neither files nor --fact; give one.")
     if (fact_id and len(texts) != 1) or (title and not texts):
         raise typer.BadParameter("--id goes with exactly one --fact, and --title with --fact.")

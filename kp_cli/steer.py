@@ -30,6 +30,7 @@ from kp_core.steering import (
 steer = typer.Typer(
     name="steer",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     help="Change how a model speaks, without a word in the prompt: make and look at steerings.",
 )
 

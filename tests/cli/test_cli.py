@@ -113,7 +113,7 @@ def test_rows_that_make_no_fact_stop_a_build_or_are_counted(kp: Kp, tmp_path: Pa
         (["build", "new", "fact.jsonl"], 1, "Did you mean facts.jsonl?"),
         (["build", "new", "--compile"], 2, "neither files nor --fact"),
         (["build", "new", "facts.jsonl", "--encoding", "utf-9"], 1, "Got encoding='utf-9'"),
-        (["build", "facts.jsonl", "facts.jsonl"], 1, "facts.jsonl"),
+        (["build", "facts.jsonl", "facts.jsonl"], 2, "`kp build NAME facts.jsonl facts.jsonl` makes one"),
         (["build", "bank"], 2, "neither files nor --fact"),
         (["build", "bank", "--fact", "a", "--fact", "b", "--id", "c"], 2, "--id goes with exactly one --fact"),
         (["remove", "bank"], 2, "neither ids nor --where nor --source"),

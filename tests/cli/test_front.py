@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import os
 import re
@@ -36,6 +37,10 @@ def test_kp_alone_says_what_to_do_and_which_collections_are_here(kp: Kp, bank: P
     assert (code, err) == (0, "")
     assert "kp demo" in out
     assert out.splitlines()[-1] == f"Collections here: {bank.name}"
+
+
+def test_the_version_is_that_of_the_installed_package(kp: Kp) -> None:
+    assert kp("--version") == (0, importlib.metadata.version("knowledge-packs") + "\n", "")
 
 
 def test_every_command_is_where_the_table_says() -> None:
