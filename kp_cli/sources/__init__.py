@@ -76,7 +76,7 @@ def read_facts(  # noqa: PLR0913 - every setting has a default that works
                 if isinstance(fact, Fact):
                     yield fact
                 elif on_error == "raise":
-                    raise fact
+                    raise FactError(f"{str(fact).rstrip('.')}; `--on-error skip` leaves it out.") from fact
                 else:
                     logger.warning("Skipped: %s", fact)
                     if skipped is not None:

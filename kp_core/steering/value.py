@@ -222,7 +222,7 @@ class Steering:
             if strength > _STRONG:
                 warnings.warn(
                     f"A steering of strength {strength:.2f} was not calibrated. Beyond {_STRONG}, a small model "
-                    "begins to repeat itself. Take `steering.at_strength(0.2)`.",
+                    f"begins to repeat itself. Take `steering.at_strength(0.2)`, or {0.2 / strength:.2g} of its alpha.",
                     SteeringWarning,
                     stacklevel=3,
                 )
