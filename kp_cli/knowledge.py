@@ -129,7 +129,8 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
             delivery = Delivery(collection, session, folder, unit=unit, kv=kv, compress=compress or "none")
             report["plan"] = _compile(delivery, session, as_json=as_json)
         if not as_json and len(collection):
-            console().print(f'`kp ask {place} "QUESTION"` answers from it.')
+            packs = f" --packs {options.packs}" if options.packs else ""
+            console().print(f'`kp ask {place} "QUESTION"{packs}` answers from it.')
     if as_json:
         print_json(report)
 

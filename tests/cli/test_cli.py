@@ -68,6 +68,11 @@ def test_removing_a_file_leaves_the_equal_paragraph_of_another(kp: Kp, tmp_path:
     ]
 
 
+def test_a_build_says_how_to_ask_with_its_packs(kp: Kp) -> None:
+    _, out, _ = kp("build", "new", "--fact", "The ferry leaves at six.", "--packs", "elsewhere")
+    assert '`kp ask new "QUESTION" --packs elsewhere` answers from it.' in out
+
+
 def test_build_search_add_remove(kp: Kp, bank: Path) -> None:
     code, out, _ = kp("search", "bank", "Which bird is it?", "-k", "1")
     assert code == 0
