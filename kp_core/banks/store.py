@@ -457,7 +457,7 @@ def _alike(held: Vectors, made: Vectors) -> bool:
 def _conflict(fact: Fact, held: Fact) -> FactError:
     return FactError(
         f"Got the id {fact.id!r} for {fact.text!r}; {fact.namespace!r} holds it for {held.text!r}. "
-        "Use `update`, or give another id."
+        "Use `update` (`kp build --replace`), or give another id."
     )
 
 

@@ -221,8 +221,8 @@ class Steering:
                 return
             if strength > _STRONG:
                 warnings.warn(
-                    f"A steering of strength {strength:.2f} was not calibrated. Beyond {_STRONG}, a small model "
-                    f"begins to repeat itself. Take `steering.at_strength(0.2)`, or {0.2 / strength:.2g} of its alpha.",
+                    f"A steering of strength {strength:.2f} was not calibrated. Beyond {_STRONG}, a small model begins "
+                    f"to repeat itself. Take `steering.at_strength(0.2)`, or {0.2 / strength:.2g} of this alpha.",
                     SteeringWarning,
                     stacklevel=3,
                 )

@@ -119,7 +119,7 @@ def test_a_correction_stays_when_its_source_is_read_again(facts: FactStore, fact
     report = facts.add([said, *lines(4)])
     assert (report.added, report.duplicates, report.superseded) == (1, 3, (said.id,))
     assert facts.get(said.id, namespace="isles").text == "The mill has six sails."
-    with pytest.raises(FactError, match="Use `update`"):  # never corrected, so one of the two texts is a mistake
+    with pytest.raises(FactError, match="`kp build --replace`"):  # never corrected, so one of the texts is a mistake
         facts.add([Fact("Another line.", id="i0", namespace="isles")])
 
 

@@ -378,7 +378,7 @@ def test_a_strong_steering_that_was_never_calibrated_warns():
         warnings.simplefilter("error")
         for fitting in (steering.at_strength(0.29), replace(steering, scales={}), 0 * steering):
             engine.generate("Who?", steering=fitting, max_tokens=1)
-    with pytest.warns(SteeringWarning, match="strength 0.50 was not calibrated.*at_strength.*0.4 of its alpha"):
+    with pytest.warns(SteeringWarning, match="strength 0.50 was not calibrated.*at_strength.*0.4 of this alpha"):
         engine.generate("Who?", steering=steering.at_strength(-0.5), max_tokens=1)
 
 
