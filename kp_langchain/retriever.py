@@ -229,7 +229,10 @@ class KnowledgePackRetriever(PackRetriever, DocumentIndex):
 
     @classmethod
     def from_retriever(cls, retriever: BaseRetriever, *, store: Packs, **fields: Any) -> WrappedRetriever:
-        """A retriever that adds packs to what `retriever` finds; `fields` are those of `WrappedRetriever`."""
+        """A retriever that adds packs to what `retriever` finds, with `compile` and `sync`.
+
+        `fields` are those of `kp_langchain.retriever.WrappedRetriever`.
+        """
         if not isinstance(retriever, BaseRetriever):
             expected = "a LangChain retriever, e.g. `vectorstore.as_retriever()`"
             raise FactError(f"Got {type(retriever)}; expected {expected}.")
