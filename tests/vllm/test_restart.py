@@ -1,12 +1,15 @@
 """A server that was stopped and started again: one restart for all that is asked of one."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.vllm import TENANTS, altered, isolated
+from kp_core.errors import ModelError
 from kp_core.packs.handle import Handle
+from tests.conftest import until
 from tests.vllm.conftest import Both
 from tests.vllm.test_served import ISLES, loaded
 
@@ -34,7 +37,12 @@ def before(server, smol, questions, tmp_path_factory):
     made.goats = Handle.parse(server.compile(GOATS)["handle"])
     made.right, _ = server.chat(f"{made.goats}\nHow many goats?")
     made.mill = Handle.parse(server.compile(MILL)["handle"])
-    server.stop()
+    with ThreadPoolExecutor(1) as pool:
+        endless = {"max_tokens": 1800, "stop": ["never said"]}
+        made.ended = pool.submit(made.both.there.generate, "Count up from one, and never stop.", **endless)
+        until(lambda: server.counted("vllm:num_requests_running"))
+        server.stop()
+    made.damaged = [*server.store.verify()]
     for each, place in ((made.goats, -1000), (made.mill, -300_000)):  # In the last layers, and in the midst.
         file = next(server.path.glob(f"packs/own/*/{each.id}*.safetensors"))
         data = bytearray(file.read_bytes())
@@ -43,6 +51,12 @@ def before(server, smol, questions, tmp_path_factory):
     server.start()
     assert loaded(server) == 0
     return made
+
+
+def test_an_end_in_the_middle_is_said_and_loses_nothing(before):
+    error = before.ended.exception()
+    assert isinstance(error, ModelError) or before.ended.result().finish_reason in ("stop", "length")
+    assert not before.damaged
 
 
 def test_it_answers_from_the_store(server, before):
@@ -58,7 +72,7 @@ def test_it_answers_from_the_store(server, before):
 def test_no_tenant_answers_from_the_kv_of_another(server, before):
     """Each tenant's pack of the same text has KV of its own, altered so that whoever reads it is found out."""
     ids, expected = before.tenants
-    wrong = isolated(server, ids, expected, 300)
+    wrong = isolated(server, ids, expected, 120)
     assert not wrong, wrong[:5]
     # The test can fail: of any two tenants, the answers to some text are further apart than what is taken for equal.
     turns = {turn for turn, _ in expected}

@@ -15,7 +15,7 @@ def loaded(server):
 
 
 @pytest.mark.parametrize(
-    "part", [slice(8), pytest.param(slice(8, None), marks=pytest.mark.nightly)], ids=["few", "rest"]
+    "part", [slice(5), pytest.param(slice(5, None), marks=pytest.mark.nightly)], ids=["few", "rest"]
 )
 def test_answers_with_a_pack_are_those_with_the_text(server, questions, part):
     different, before, delivered = [], loaded(server), 0

@@ -1,10 +1,7 @@
-"""What `kp serve` adds to packs: facts, counts, bulk compiling, answers without handles, and ends in the middle."""
+"""What `kp serve` adds to packs: facts, counts, bulk compiling, and answers without handles."""
 
 import json
 import re
-import signal
-import threading
-import time
 from types import SimpleNamespace
 
 import httpx
@@ -104,33 +101,6 @@ def test_a_collection_is_compiled_by_the_server(server, tmp_path, monkeypatch, c
         said = capfd.readouterr()
         assert json.loads(said.out)["plan"]["packs"] == compiled, said.err
         assert counts(server)["kp_packs_compiled_total"] == before + 12
-
-
-def test_an_end_in_the_middle_is_said_and_loses_nothing(server):
-    pack = server.compile("The lighthouse of Vint Harbour is painted yellow, and its keeper is Osk Merrel. " * 4)
-    asked = f"{pack['handle']}\nWho keeps the lighthouse?"
-    right, _ = server.chat(asked)
-    session = load_engine(engine=server.url, api_key=server.keys["own"])
-    found = []
-
-    def answer():
-        try:
-            found.append(session.generate("Count up from one, and never stop.", max_tokens=1800, stop=["never said"]))
-        except ModelError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    time.sleep(1)  # It has begun, or waits; either way it is not complete.
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(60) is not None
-    server.stop()
-    thread.join(60)
-    assert len(found) == 1
-    assert isinstance(found[0], ModelError) or found[0].finish_reason in ("stop", "length")
-    assert not [*server.store.verify()]
-    server.start()
-    assert server.chat(asked)[0] == right
 
 
 def test_what_packs_do_not_fit_into_is_refused():

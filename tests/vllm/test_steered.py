@@ -13,7 +13,7 @@ def formal(smol):
 
 
 @pytest.mark.parametrize(
-    "part", [slice(8), pytest.param(slice(8, None), marks=pytest.mark.nightly)], ids=["few", "rest"]
+    "part", [slice(5), pytest.param(slice(5, None), marks=pytest.mark.nightly)], ids=["few", "rest"]
 )
 def test_steered_answers_are_those_of_the_local_engine(both, formal, questions, part):
     different, moved = [], 0

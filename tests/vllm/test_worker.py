@@ -5,12 +5,15 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from benchmarks import vllmserver
 from kp_core import bundled_model
 from tests.conftest import DEMO
 from tests.vllm.conftest import SETTINGS
 
 
+@pytest.mark.nightly
 def test_every_row_gets_its_tokens_a_second(tmp_path):
     prompts = [[1, 9690, 198, 2683 + number, 335] for number in range(3)]
     rows = [{"prompts": prompts, "warm": prompts[:1], "at_once": at_once} for at_once in (3, 1)]
