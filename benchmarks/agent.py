@@ -234,10 +234,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         said = engine.generate(common.prompt([gold], question.asked), max_tokens=_ANSWER).text
         return {"right": common.contains(said, question.answer)}
 
-    conversations = list[dict[str, Any]]()
+    conversations, context = list[dict[str, Any]](), get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.agent"])  # Their imports are made once.
     with (
         common.scratch(engine) as scratch,
-        ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as others,
+        ProcessPoolExecutor(1, context, max_tasks_per_child=1) as others,
     ):
         place = Path(scratch) if log is None else log.with_suffix(".packs")
         for number in range(arguments.limit):

@@ -1,4 +1,7 @@
-"""Engines, models and data that many tests share."""
+"""Engines, models and data that many tests share.
+
+What takes seconds to import is imported where it is used: the process that only hands out tests never does.
+"""
 
 import gc
 import json
@@ -11,20 +14,21 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from kp_core import KVTensors, bundled_model, load_engine
-from kp_core.engines.hf import probe
-from kp_core.engines.hf.loading import best_dtype
-from tests.kits import CHATML, tiny_model, tiny_tokenizer
 
 DEMO = Path(__file__).parents[1] / "cookbooks" / "demo"
 # How long an example takes says how busy the machine is.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 DATA = Path(os.environ.get("KP_DATA") or Path(__file__).parents[1] / ".." / "shared" / "data")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items):
+    """What `chat_engine` answers, the bundled model answers nightly; marked `bundled`, in the second tier."""
+    for item in items:
+        if hasattr(item, "callspec") and item.callspec.params.get("chat_engine") == "smol":
+            item.add_marker("slow" if item.get_closest_marker("bundled") else "nightly")
 
 
 def pytest_collection_finish():
@@ -48,6 +52,10 @@ def checked_once():
 
     The check takes most of the time of loading a tiny model, and hundreds are loaded. Its own tests call it directly.
     """
+    import torch
+
+    from kp_core.engines.hf import probe
+
     check, results = probe.why_not_bitwise, {}
 
     def remembered(model, packed):
@@ -81,11 +89,16 @@ def until(holds, timeout_s=60):
 
 
 @cache
-def tiny_engine(architecture="llama", dtype=torch.float32, chunk_tokens=16, merges=7, template=CHATML):
+def tiny_engine(architecture="llama", dtype=None, chunk_tokens=16, merges=7, template=None):
     """An engine over a tiny random model; shared, so tests must not count on an empty cache."""
+    import torch
+
+    from kp_core.engines.shared import load_engine
+    from tests.kits import CHATML, tiny_model, tiny_tokenizer
+
     return load_engine(
-        tiny_model(architecture, dtype),
-        tokenizer=tiny_tokenizer(template, merges),
+        tiny_model(architecture, dtype or torch.float32),
+        tokenizer=tiny_tokenizer(template or CHATML, merges),
         chunk_tokens=chunk_tokens,
         cache_bytes=50_000_000,
     )
@@ -102,6 +115,10 @@ def skip_together(config, items, folder, library, remedy):
 
 def alike(engine, one, other):
     """Whether tensors or KV are the same bits; where the engine does not support that, the same but for rounding."""
+    import torch
+
+    from kp_core import KVTensors
+
     if isinstance(one, KVTensors):
         pairs = zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True)
         return all(alike(engine, mine, theirs) for mine, theirs in pairs)
@@ -113,13 +130,15 @@ def alike(engine, one, other):
 
 @cache
 def _smol(dtype):
+    from kp_core.engines.shared import load_engine
+
     return load_engine(dtype=dtype, device="cpu", cache_bytes=2_000_000_000)
 
 
 @pytest.fixture(scope="session")
 def smol():
     """The bundled model in float32."""
-    return _smol(torch.float32)
+    return _smol("float32")
 
 
 @pytest.fixture(scope="session")
@@ -128,6 +147,11 @@ def thin_model(tmp_path_factory):
 
     For tests of what is counted, called and written: it answers a hundred times as fast as the bundled model, nonsense.
     """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from kp_core import bundled_model
+
     folder = tmp_path_factory.mktemp("thin") / "thin"
     shutil.copytree(bundled_model(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = AutoConfig.from_pretrained(folder)
@@ -141,12 +165,16 @@ def thin_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def thin(thin_model):
     """An engine over `thin_model` in float32; shared, so tests must not count on an empty cache."""
+    from kp_core.engines.shared import load_engine
+
     return load_engine(thin_model, dtype="float32", device="cpu", cache_bytes=200_000_000)
 
 
 @pytest.fixture(params=["thin", pytest.param("bundled", marks=pytest.mark.nightly)])
 def thin_or_bundled(request):
     """The folder of a model: the thin one with every change, the bundled one nightly."""
+    from kp_core import bundled_model
+
     return str(request.getfixturevalue("thin_model") if request.param == "thin" else bundled_model())
 
 
@@ -164,14 +192,17 @@ def s3_server(tmp_path_factory):
 @cache
 def roomy_engine():
     """A tiny engine with room for a long conversation in bytes."""
+    from kp_core.engines.shared import load_engine
+    from tests.kits import tiny_model, tiny_tokenizer
+
     model = tiny_model("llama")
     model.config.max_position_embeddings = 16384
     return load_engine(model, tokenizer=tiny_tokenizer(), chunk_tokens=64, cache_bytes=200_000_000)
 
 
-@pytest.fixture(scope="session", params=["tiny", pytest.param("smol", marks=pytest.mark.slow)])
+@pytest.fixture(scope="session", params=["tiny", "smol"])
 def chat_engine(request):
-    """What holds on a tiny model is seen on the bundled one too, in the second tier."""
+    """A tiny engine, and the bundled model."""
     return roomy_engine() if request.param == "tiny" else request.getfixturevalue("smol")
 
 
@@ -184,20 +215,27 @@ def call_tokens(chat_engine):
 @pytest.fixture(scope="session")
 def smol_bf16():
     """The bundled model in bfloat16; minutes for a few questions where the processor has to emulate it."""
-    return _smol(torch.bfloat16)
+    return _smol("bfloat16")
+
+
+def _default_dtype():
+    import torch
+
+    from kp_core.engines.hf.loading import best_dtype
+
+    return str(best_dtype(torch.device("cpu"))).removeprefix("torch.")
 
 
 @pytest.fixture(scope="session")
 def smol_here():
     """The bundled model in the dtype that it is loaded in on this machine by default."""
-    return _smol(best_dtype(torch.device("cpu")))
+    return _smol(_default_dtype())
 
 
 def bundled_dtypes(later):
     """Parameters of a test of the bundled model: this machine's default dtype, and in the tier `later` the other."""
-    here = best_dtype(torch.device("cpu"))
-    both = (torch.float32, torch.bfloat16)
-    return [pytest.param(dtype, marks=() if dtype == here else later, id=str(dtype)[6:]) for dtype in both]
+    here = _default_dtype()
+    return [pytest.param(dtype, marks=() if dtype == here else later, id=dtype) for dtype in ("float32", "bfloat16")]
 
 
 @pytest.fixture

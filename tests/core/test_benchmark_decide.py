@@ -36,10 +36,11 @@ def test_right_answers_are_counted(thin_or_bundled, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not (DATA / "memory").exists(), reason="the data of PersonaMem is not here")
 def test_options_are_decided_over_passages(thin_or_bundled):
-    arguments = ["--part", "personamem", "--limit", "2", "--model", thin_or_bundled, "--dtype", "float32"]
-    assert [row["n"] for row in decide.main(arguments)["rows"]] == [2, 2, 2]
+    arguments = ["--part", "personamem", "--limit", "1", "--model", thin_or_bundled, "--dtype", "float32"]
+    assert [row["n"] for row in decide.main(arguments)["rows"]] == [1, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (DATA / "wiki_passages.jsonl").exists(), reason="the passages of Wikipedia are not here")
 def test_documents_are_graded(thin_or_bundled):
     arguments = ["--part", "grade", "--limit", "2", "--model", thin_or_bundled, "--dtype", "float32"]

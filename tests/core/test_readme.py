@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import kp_core
 from tests.conftest import _smol
@@ -38,7 +37,7 @@ def one_engine(monkeypatch):
     """Blocks load the bundled model as anybody would; here that takes its seconds once, and each begins empty."""
 
     def load(dtype=None):
-        engine = _smol(dtype and getattr(torch, dtype))
+        engine = _smol(dtype)
         engine.clear_cache()
         return engine
 

@@ -116,10 +116,10 @@ class Searches(AgentMiddleware):
 
 
 def talk(model, tool, count, *middleware):
-    """Four turns of one conversation."""
+    """Three turns of one conversation."""
     searches, config = Searches(count), {"configurable": {"thread_id": "1"}}
     agent = create_agent(model, [tool], middleware=[*middleware, searches], checkpointer=InMemorySaver())
-    for number in range(4):
+    for number in range(3):
         agent.invoke({"messages": [HumanMessage(f"How many boats were there in the year 170{number}?")]}, config)
     return searches
 

@@ -10,6 +10,7 @@ from tests.langchain.conftest import PROMPT, QUESTIONS, answers_of, chain_of
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.bundled
 def test_packs_answer_as_text_does(question, retriever, text_retriever, chat, chat_engine):
     chat_engine.clear_cache()
     by_pack = chain_of(retriever, chat).invoke(question)
@@ -47,6 +48,7 @@ def test_documents_hold_handles_and_keep_text_in_metadata(retriever, text_retrie
     assert [document.metadata["text"] for document in documents] == texts
 
 
+@pytest.mark.bundled
 def test_stream_equals_invoke(retriever, chat):
     chain = chain_of(retriever, chat)
     whole = chain.invoke(QUESTIONS[1])

@@ -62,6 +62,7 @@ ASKED = {
 
 @newer
 @pytest.mark.parametrize("way", ["text", "message", "messages"])
+@pytest.mark.bundled
 def test_answers_are_those_of_the_session(model, chat_engine, handle, way):
     states = {"text": handle, "message": HumanMessage(handle), "messages": [HumanMessage(handle)]}
     response = model.invoke({"state": states[way], "questions": questions()})

@@ -316,6 +316,7 @@ def test_packs_are_stored_as_compress_says(facts, shelf):
         KnowledgePackRetriever(**settings, kv="auto")
 
 
+@pytest.mark.bundled
 async def test_graded_documents_are_those_that_help(isles, chat_engine):
     question = "What is the coin of the Orrelay Isles called?"
     found = isles.invoke(question, k=4)

@@ -60,7 +60,7 @@ class TestTinyChatModel(TextModel):
 
     @property
     def chat_model_params(self):
-        return {"engine": roomy_engine(), "max_tokens": 256, "temperature": 0}
+        return {"engine": roomy_engine(), "max_tokens": 160, "temperature": 0}
 
     @pytest.mark.xfail(reason="random weights do not read what to call the tool with")
     def test_tool_calling(self, model):
@@ -98,9 +98,17 @@ class TestChatModel(BundledModel):
     dtype = "float32"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestChatModelBfloat16(BundledModel):
     dtype = "bfloat16"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ["tool_calling", "unicode_tool_call_integration", "invoke_with_model_override"])
+def test_what_takes_a_model_that_reads(check):
+    """Of the suite on the bundled model, what `TestTinyChatModel` cannot show."""
+    suite = TestChatModelBfloat16()
+    getattr(suite, f"test_{check}")(suite.chat_model_class(**suite.chat_model_params))
 
 
 class TestRetriever(RetrieversIntegrationTests):

@@ -50,6 +50,7 @@ def kinds():
 
 
 @pytest.mark.parametrize(("method", "kind"), kinds())
+@pytest.mark.bundled
 def test_schemas_of_every_kind_come_back_as_asked(method, kind, chat):
     found = chat.with_structured_output(KINDS[kind], method=method).invoke("Ana is 30, and lives in Rome.")
     if kind == "class":
@@ -69,6 +70,7 @@ def test_raw_is_included_when_asked(chat):
     ("choice", "calls"),
     [("any", 1), ("required", 1), (True, 1), ("add", 1), ("none", 0), ({"function": {"name": "add"}}, 1)],
 )
+@pytest.mark.bundled
 def test_tool_choices(choice, calls, chat):
     answer = chat.bind_tools([add], tool_choice=choice).invoke("What is 2 + 3? Add them.")
     assert len(answer.tool_calls) == calls

@@ -95,6 +95,7 @@ def test_packs_of_a_call_must_resolve(chat, chat_engine, store):
         chat.invoke("Hi", packs=[foreign])
 
 
+@pytest.mark.bundled
 def test_the_model_cannot_say_a_handle(chat_engine, handle):
     # A grammar that admits one answer makes any model say it.
     schema = {"type": "object", "properties": {"file": {"const": handle}}, "required": ["file"]}

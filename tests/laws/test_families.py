@@ -52,9 +52,16 @@ def engine(request):
     return engine
 
 
+# Each family in one of the ways, in turn; in all of them nightly.
+WAYS = [
+    pytest.param(name, way, id=f"{name}-{way.source}", marks=() if at % len(ALONG) == number else pytest.mark.nightly)
+    for at, name in enumerate(FAMILIES)
+    for number, way in enumerate(ALONG)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", FAMILIES, indirect=True)
-@pytest.mark.parametrize("way", ALONG, ids=lambda way: way.source)
+@pytest.mark.parametrize(("engine", "way"), WAYS, indirect=["engine"])
 def test_a_long_prompt_has_the_same_bits_however_it_was_reached(engine, way, tmp_path):
     engine.clear_cache()
     check(engine, LONG, way, tmp_path)

@@ -22,7 +22,7 @@ SIZES = (1, 9, 40, TILE // 2 - 30, TILE - 40, TILE + 10)
 MOST = 1700
 
 quick = settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-thorough = settings(quick, max_examples=60)
+thorough = settings(quick, max_examples=30)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ async def run(workflow, question, **settings):
     return await handler, [event for event in events if isinstance(event, ToolCallResult)], raws
 
 
+@pytest.mark.bundled
 async def test_a_function_agent_reads_packs(world):
     llm, search = world
     agent = function_agent(llm, search)
@@ -74,7 +75,8 @@ async def test_a_function_agent_without_streaming(world):
 
 
 # Random weights cannot read whom to hand over to.
-@pytest.mark.parametrize("chat_engine", [pytest.param("smol", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.bundled
+@pytest.mark.parametrize("chat_engine", ["smol"], indirect=True)
 async def test_agents_share_an_engine_and_hand_over(world):
     llm, search = world
     first = FunctionAgent(

@@ -65,6 +65,7 @@ def both(isles, chat_engine, **settings):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.bundled
 def test_packs_answer_as_text_does(mode, isles, chat_engine, usages):
     pack, text = both(isles, chat_engine, response_mode=mode, similarity_top_k=2)
     assert str(pack) == str(text) != ""
@@ -77,6 +78,7 @@ def test_packs_answer_as_text_does(mode, isles, chat_engine, usages):
     assert delivered == 0 if mode == ResponseMode.GENERATION else delivered > 0
 
 
+@pytest.mark.bundled
 def test_citations_number_packs(isles, chat_engine, usages):
     prompts = {"text_qa_template": CITATION_QA_TEMPLATE, "refine_template": CITATION_REFINE_TEMPLATE}
     pack, text = both(isles, chat_engine, steps=[NumberSources()], **prompts, similarity_top_k=2)
@@ -106,6 +108,7 @@ async def test_async_answers_the_same(isles):
     assert str(await engine.aquery(QUESTION)) == str(engine.query(QUESTION))
 
 
+@pytest.mark.bundled
 def test_sub_questions(isles, usages):
     class TwoQuestions:
         def generate(self, tools, query):

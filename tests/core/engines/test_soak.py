@@ -31,7 +31,7 @@ from tests.kits import tiny_model, tiny_tokenizer
 
 logger = logging.getLogger(__name__)
 
-SECONDS = float(os.environ.get("KP_SOAK_SECONDS") or 45)
+SECONDS = float(os.environ.get("KP_SOAK_SECONDS") or 20)
 WORKERS = 50
 BUDGET = 24 * 256 * 512
 """Bytes of KV: of about twenty requests at once, so that others wait."""
