@@ -191,6 +191,14 @@ TEAMS = [("Team", "People", "Seats"), ("billing", "8", "800"), ("support desk", 
 ROWS = ["Team: billing; People: 8; Seats: 800", "Team: support desk; Seats: 950"]
 
 
+def bare_document() -> Any:
+    """A Word document without python-docx's styles and lists, which take most of the time of reading a short one."""
+    document: Any = docx.Document()
+    document.styles.element.clear()
+    document.part.numbering_part.element.clear()
+    return document
+
+
 def word_table(path: Path, rows: list[tuple[str, ...]], caption: str = "", *, marked: bool = False) -> Path:
     document = docx.Document()
     document.add_paragraph("Before.")
@@ -371,7 +379,7 @@ _TABLE = "<w:tbl><w:tblPr/><w:tblGrid/>{}</w:tbl>"
 def test_each_sentence_of_a_word_document_is_read_or_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, body: str, named: str
 ) -> None:
-    document, path = docx.Document(), tmp_path / "a.docx"
+    document, path = bare_document(), tmp_path / "a.docx"
     document.add_paragraph("It stands in Veyl.")
     names = f"{nsdecls('w', 'wp')} xmlns:v='urn:schemas-microsoft-com:vml'"
     document.element.body.insert(0, parse_xml(body.replace(">", f" {names}>", 1)))
@@ -413,7 +421,7 @@ _NOTES = """<w:{0}s xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/
 def test_notes_of_a_word_document_are_read_or_named(
     kind: str, *, is_linked: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    document, path = docx.Document(), tmp_path / "a.docx"
+    document, path = bare_document(), tmp_path / "a.docx"
     place = document.add_paragraph("The gate is green.")
     if is_linked:
         place.add_run()._r.append(parse_xml(f'<w:{kind}Reference {nsdecls("w")} w:id="2"/>'))
@@ -435,7 +443,7 @@ def test_notes_of_a_word_document_are_read_or_named(
 def test_texts_of_a_chart_are_named(
     title: str, series: str, label: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    document, path = docx.Document(), tmp_path / "a.docx"
+    document, path = bare_document(), tmp_path / "a.docx"
     document.add_paragraph("The gate is green. Gate.")
     part = Part(PackURI("/word/charts/chart1.xml"), "application/xml", b"", document.part.package)
     part._blob = _CHART.format(_TITLE.format(title) if title else "", series, label).encode()
@@ -586,6 +594,7 @@ def test_what_would_take_for_ever_is_named(tmp_path: Path) -> None:
     for path, said in ((pipe, "a pipe or device"), (device, "a pipe or device"), (deep, "holds no text")):
         with pytest.raises(FactError, match=said):
             list(read_facts(path))
+    deep.unlink()
     # In a folder they are not looked at.
     assert list(read_facts(tmp_path, on_error="skip")) == []
 

@@ -25,9 +25,8 @@ def only(*filters, condition=FilterCondition.AND):
     )
 
 
-@pytest.mark.parametrize(
-    ("filters", "expected"),
-    [
+def test_metadata_filters(retriever_of):
+    for filters, expected in [
         (only(("number", FilterOperator.EQ, 3)), {3}),
         (only(("number", FilterOperator.NE, 3)), set(range(24)) - {3}),
         (only(("number", FilterOperator.IN, [1, 2, 99])), {1, 2}),
@@ -56,11 +55,9 @@ def only(*filters, condition=FilterCondition.AND):
         (only(("number", FilterOperator.GT, "x")), set()),
         (only(("absent", FilterOperator.EQ, 1)), set()),
         (MetadataFilters(filters=[]), set(range(24))),
-    ],
-)
-def test_metadata_filters(filters, expected, retriever_of):
-    found = retriever_of(similarity_top_k=24, filters=filters).retrieve(QUESTION)
-    assert {hit.metadata["number"] for hit in found} == expected
+    ]:
+        found = retriever_of(similarity_top_k=24, filters=filters).retrieve(QUESTION)
+        assert {hit.metadata["number"] for hit in found} == expected, filters
 
 
 def test_filters_look_beyond_the_nearest(retriever_of):

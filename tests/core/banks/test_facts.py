@@ -214,14 +214,14 @@ FACTS = [
 ]
 
 
-@pytest.fixture(params=["memory", "folder"])
-def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FactStore]:
+@pytest.fixture(scope="module", params=["memory", "folder"])
+def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FactStore]:
     if request.param == "memory":
         memory = MemoryFactStore(HashEmbedder(), bank_size=1)
         memory.add(FACTS)
         yield memory
         return
-    with ChromaFactStore(tmp_path, HashEmbedder(), bank_size=1) as store:
+    with ChromaFactStore(tmp_path_factory.mktemp("filled"), HashEmbedder(), bank_size=1) as store:
         store.add(FACTS)
         yield store
 

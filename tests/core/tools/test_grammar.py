@@ -136,10 +136,17 @@ def written(tools, text, room=200):
     return tokenizer.decode([constraint.accept(token, room - at) for at, token in enumerate(ids)])
 
 
-@pytest.mark.parametrize("wrap", WRAPPED[:2])
-@pytest.mark.parametrize("bound", [150, 1, 0.1, 1e-4, 0.25, 1 / 3, 12.34, 99999, 123456789.5, 1e12])
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("other", [{}, {"maximum": 10**15}, {"minimum": -(10**15)}])
+BOUNDS = (150, 1, 0.1, 1e-4, 0.25, 1 / 3, 12.34, 99999, 123456789.5, 1e12)
+OTHERS = ({}, {"maximum": 10**15}, {"minimum": -(10**15)})
+
+
+@pytest.mark.parametrize(
+    ("wrap", "bound", "sign", "other"),
+    [  # All nightly; every fifth with every change, among which are each bound, and each pair of the others.
+        pytest.param(*case, marks=pytest.mark.nightly if at % 5 else ())
+        for at, case in enumerate(itertools.product(WRAPPED[:2], BOUNDS, (1, -1), OTHERS))
+    ],
+)
 def test_what_is_read_as_an_excluded_bound_is_excluded(wrap, bound, sign, other):
     bound, side = sign * bound, "exclusiveMinimum" if sign > 0 else "exclusiveMaximum"
     tokenizer, made = grammars()
