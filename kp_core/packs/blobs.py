@@ -91,17 +91,20 @@ class FolderBlobs:
     def __str__(self) -> str:
         return self._root
 
-    def read(self, key: str, start: int = 0, stop: int | None = None) -> memoryview:
-        """As `Blobs.read`; the caller owns the returned memory and may write to it."""
+    def open(self, key: str) -> FileIO:
+        """Open the file of a blob, which keeps its bytes if another one replaces it; raises `FileNotFoundError`."""
         try:
-            file = open(self._file(key), "rb", buffering=0)  # noqa: PTH123, SIM115 - a string, as `_file`; closed below
+            return open(self._file(key), "rb", buffering=0)  # noqa: PTH123 - a string, as `_file`
         except NotADirectoryError as error:  # There is a blob under the first part of the key.
             raise FileNotFoundError(key) from error
-        with file:
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> memoryview:
+        """As `Blobs.read`; the caller owns the returned memory and may write to it."""
+        with self.open(key) as file:
             size = os.fstat(file.fileno()).st_size
             data = new_memory(max(0, min(size if stop is None else stop, size) - start)).data
             parts = [(at, data[at : at + _PART]) for at in range(0, len(data), _PART)]
-            ends = in_threads(lambda part: part[0] + _fill(file, part[1], start + part[0]), parts, len(data))
+            ends = in_threads(lambda part: part[0] + fill(file, part[1], start + part[0]), parts, len(data))
             # In a file that became shorter, nothing counts from the first byte that is missing.
             missing = (end for end, (at, part) in zip(ends, parts, strict=True) if end < at + len(part))
             return data[: next(missing, len(data))]
@@ -173,7 +176,7 @@ class FolderBlobs:
         return f"{self._root}/{check_key(key)}"
 
 
-def _fill(file: FileIO, data: memoryview, start: int) -> int:
+def fill(file: FileIO, data: memoryview, start: int) -> int:
     """Fill `data` with the bytes of `file` from `start` on; returns how many there were."""
     filled = 0
     while filled < len(data) and (count := os.preadv(file.fileno(), [data[filled:]], start + filled)):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b, sha256
+from io import FileIO
 from itertools import accumulate, chain, pairwise
 from math import prod
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from kp_core.errors import KnowledgePackError, PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.memory import new_memory
-from kp_core.packs.blobs import Buffer
+from kp_core.packs.blobs import Buffer, fill
 from kp_core.packs.codec import Compression, check_compression, decode, digest, encode
 from kp_core.packs.envelope import DTYPES, Envelope, header_entries, header_stop, raw, string, to_json
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -179,9 +180,12 @@ class EntryFile:
         values = torch.frombuffer(memory, dtype=dtype) if len(memory) else torch.empty(0, dtype=dtype)
         if self.stored:
             decode(data, name, values)
-        values = values.view(self.shapes[index])
+        return self._checked(index, values.view(self.shapes[index]))
+
+    def _checked(self, index: int, values: Tensor) -> Tensor:
         actual = digest(values, is_forgeable=not self.mac)
         if actual != self.digests[index]:
+            name = self.names[index]
             raise PackCorruptError(f"The bytes of {name} have the digest {actual}; expected {self.digests[index]}.")
         return values
 
@@ -193,6 +197,28 @@ class EntryFile:
         tensors = in_threads(lambda index: self.tensor(index, places[index]), range(len(places)), self.nbytes)
         stop = len(tensors) - len(self.states)
         return KVTensors(tuple(tensors[:stop:2]), tuple(tensors[1:stop:2]), tuple(tensors[stop:]))
+
+    def read_into(self, room: KVTensors, file: FileIO) -> bool:
+        """Read the tensors from their open `file` into `room`; `False` if that, or the file, has another form.
+
+        Raises as `read`.
+        """
+        places = list(chain.from_iterable(zip(room.keys, room.values, strict=True)))
+        forms = [(tuple(place.shape), str(place.dtype).removeprefix("torch.")) for place in places]
+        if self.stored or forms != list(zip(self.shapes, self.dtypes, strict=True)):
+            return False
+        starts = list(accumulate(self.sizes, initial=len(self.head)))
+
+        def read(index: int) -> None:
+            at = starts[index]
+            for head in places[index]:
+                at += fill(file, memoryview(raw(head)), at)
+            if at < starts[index + 1]:
+                raise PackCorruptError(f"The file ends at byte {at}; expected {self.nbytes}.")
+            self._checked(index, places[index])  # While it is in the processor's cache.
+
+        in_threads(read, range(len(places)), self.nbytes)
+        return True
 
     def has_mac(self, seal: bytes) -> bool:
         """Whether the MAC is that of this key; reading checks tensors against the digests that it covers."""

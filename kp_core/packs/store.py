@@ -404,12 +404,15 @@ class PackStore(Packs):
     def _may_open(self, entry: Entry, namespaces: Collection[str]) -> bool:
         return entry.namespaces <= set(namespaces) and self._stat(entry) is not None
 
-    def open(self, entry: Entry, namespaces: Collection[str]) -> EntryFile | None:
-        """Open the file of `entry`, to read it tensor by tensor; `None` as `has`, and for a damaged one."""
+    def open(self, entry: Entry, namespaces: Collection[str], room: KVTensors | None = None) -> EntryFile | None:
+        """Open the file of `entry`, to read it tensor by tensor; `None` as `has`, and for a damaged one.
+
+        With `room`, its tensors are read there; `None` where they cannot be.
+        """
         if not self._may_open(entry, namespaces):
             return None
         try:
-            file = _own(open_entry(self.blobs.read(entry.key)), entry.key)
+            file = _read_into(room, self.blobs, entry) if room else _read_file(self.blobs, entry.key)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -420,7 +423,7 @@ class PackStore(Packs):
         except PackError as error:
             self.discard(entry, error)
             return None
-        if self._seal is not None and not file.has_mac(self._seal):
+        if file is None or (self._seal is not None and not file.has_mac(self._seal)):
             return None
         self._uses.note(entry.key)
         return file
@@ -431,6 +434,10 @@ class PackStore(Packs):
         shared = common_length(file.entry.token_ids, entry.token_ids) if file else 0
         kv = self._read(file) if file and shared else None
         return kv and kv.slice(0, shared)
+
+    def read_into(self, room: KVTensors, entry: Entry, namespaces: Collection[str]) -> bool:
+        """As `Packs.read_into`: from an uncompressed file of a folder."""
+        return self.open(entry, namespaces, room) is not None
 
     def _read(self, file: EntryFile) -> KVTensors | None:
         try:
@@ -662,6 +669,22 @@ def _read_head(blobs: Blobs, key: str, _version: str) -> EntryFile:
         except PackCorruptError:
             if blobs.stat(key) == stat:  # Otherwise another writer replaced it in between.
                 raise
+
+
+def _read_file(blobs: Blobs, key: str) -> EntryFile:
+    return _own(open_entry(blobs.read(key)), key)
+
+
+def _read_into(room: KVTensors, blobs: Blobs, entry: Entry) -> EntryFile | None:
+    """Read the file of `entry` into `room`; `None` if it has other tokens or another form."""
+    if not isinstance(blobs, FolderBlobs):
+        return None
+    with blobs.open(entry.key) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        data = os.pread(opened.fileno(), _HEAD_BYTES, 0)
+        stop = header_stop(data, size)
+        file = _own(read_header(data if stop <= len(data) else os.pread(opened.fileno(), stop, 0), size), entry.key)
+        return file if file.entry.token_ids == entry.token_ids and file.read_into(room, opened) else None
 
 
 def _own(file: EntryFile, key: str) -> EntryFile:

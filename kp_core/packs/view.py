@@ -133,6 +133,10 @@ class Packs(Shared, ABC):
         """Return the KV of the tokens that `entry` and the stored one have in common, or `None`."""
         return None
 
+    def read_into(self, room: KVTensors, entry: Entry, namespaces: Collection[str]) -> bool:  # noqa: ARG002
+        """Read the KV of exactly `entry` into `room`, without other memory; returns whether that was possible."""
+        return False
+
     def write(self, entry: Entry, kv: KVTensors, compression: Compression = "lossless") -> bool:  # noqa: ARG002
         """Store `kv` for `entry`; returns whether there was room for it."""
         return False
@@ -189,6 +193,10 @@ class PackView:
     def read(self, entry: Entry) -> KVTensors | None:
         """See `Packs.read`."""
         return self.source.read(entry, self.namespaces)
+
+    def read_into(self, room: KVTensors, entry: Entry) -> bool:
+        """See `Packs.read_into`."""
+        return self.source.read_into(room, entry, self.namespaces)
 
     def _key(self, key: PackKey | None) -> PackKey | None:
         return PackKey(self.model) if key is None and self.model is not None else key

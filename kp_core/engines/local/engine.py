@@ -338,6 +338,7 @@ class LocalEngine:
                     return
                 # The KV of a token is computed when the caller requests the next token.
                 if remaining > 1:
+                    run.settle()
                     run.logits = self.scheduler.step(decoding, tokens[-1])
         finally:
             self.scheduler.leave(decoding)

@@ -77,6 +77,8 @@ class Run:
         """See `TokenStream.kept`."""
         self.deferred_suffix: tuple[int, ...] = ()
         """The last tokens of the prompt, if they are left to `decode_suffix`."""
+        self._is_owing = False
+        """Whether the tree gets KV of the prompt later; see `_bring_in_place`."""
         self._late: tuple[Region, Sequence[int]] | None = None
         """A composed region, and the places in the buffer of its tokens that the next pass must compute."""
 
@@ -105,6 +107,10 @@ class Run:
     def close(self, answer: Sequence[int] = ()) -> None:
         """Insert the decoded tokens of the `answer` into the tree, return the buffer to the pool, release the path."""
         prompt_tokens, stop = len(self.plan.prompt), self.buffer.length
+        if answer:
+            self.settle()
+        if self._is_owing:
+            self.path.owe(-1)
         if answer and stop > prompt_tokens and self.path.is_open and self.path.tokens == prompt_tokens:
             self.path.extend(tuple(answer[: stop - prompt_tokens]), self.buffer.read(prompt_tokens, stop))
         self.buffer.note(self.path.held)
@@ -140,7 +146,7 @@ class Run:
         """Load the KV that a pack or the store has for a region. First computes the missing tokens before it."""
         # Only a forward pass gives logits, so it must compute the last token.
         stop = min(region.stop, len(self.plan.prompt) - 1) if self._needs_logits else region.stop
-        if stop <= self.buffer.length:
+        if stop <= self.buffer.length or self._bring_in_place(region, stop):
             return
         packs = self.load(region, self.plan) if region.source == "pack" else None
         if packs and (kv := packs[0].kv):
@@ -152,6 +158,43 @@ class Run:
         for (start, end), entry in self.plan.entries.items():
             if region.start <= start < stop and min(end, stop) > self.buffer.length:
                 self._bring_entry(entry, start, min(end, stop))
+
+    def _bring_in_place(self, region: Region, stop: int) -> bool:
+        """Read the KV of a pack from its file into the buffer; returns whether it is there.
+
+        The tree then gets a copy of this and all that follows after the first token (`settle`). So this is for answers,
+        while no other prompt waits that may begin with this pack.
+        """
+        span, packs, lacks = region.span, self.plan.packs, self._model.lacks
+        if region.source != "pack" or span is None or span.soft or span.pack.kv or packs is None:
+            return False
+        if not self._may_defer or self.plan.labels or self._model.shape.states or self._scheduler.may_join(1):
+            return False
+        # Composers write KV into views of the buffer, too; on a GPU it is copied while the first layers compute.
+        if "compose" in lacks or self._model.shape.device.type != "cpu" or not find_handles(span.handle):
+            return False
+        self._compute(region.start)
+        if self.buffer.length > region.start:
+            return False
+        pack = span.pack
+        entry = Entry.of_pack(span.handle, pack.fingerprint, pack.prefix, pack.token_ids)
+        room = self.buffer.view_of(region.start, region.stop)
+        if not packs.read_into(room, entry):
+            return False
+        self.buffer.append(room.slice(0, stop - region.start))
+        if not self._is_owing:
+            self._is_owing = True
+            self.path.owe()
+        self._check_limit()
+        return True
+
+    def settle(self) -> None:
+        """Give the tree what it lacks of the prompt. Call it before a token behind the prompt is computed."""
+        if self._is_owing:
+            self._extend(self.path.tokens)
+            self._is_owing = False
+            self.path.owe(-1)
+            self.buffer.note(self.path.held)
 
     def _bring_entry(self, entry: Entry, start: int, stop: int) -> None:
         """Load the KV that an entry has of the tokens `start:stop`."""

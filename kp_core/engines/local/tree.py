@@ -182,6 +182,11 @@ class Path:
                 for node in nodes:
                     node.users -= 1
 
+    def owe(self, change: int = 1) -> None:
+        """Record that tokens of the prompt are inserted later, or with -1 that they are, or never will be."""
+        with self._tree.lock:
+            self._tree._owed += change
+
     def release(self) -> None:
         """Allow the tree to evict these nodes again."""
         with self._tree.lock:
@@ -207,6 +212,7 @@ class PrefixTree:
     def __init__(self, budget_bytes: int, *, has_states: bool = False, host_bytes: int = 0) -> None:
         self.budget_bytes, self.host_bytes, self._has_states = budget_bytes, host_bytes, has_states
         self.nbytes = self.host_nbytes = 0
+        self._owed = 0  # Paths that are extended later.
         self.lock = threading.RLock()
         self._root = Node((), None, None)
         # Least recently used first. A path is touched from leaf to root, so a leaf comes before its ancestors.
@@ -331,10 +337,10 @@ class PrefixTree:
             return frozenset(handle for node in (*self._age, *self._cold) for handle, _ in node.packs)
 
     def forget(self, packs: Collection[str]) -> bool:
-        """Drop the KV of these packs, and all behind it; `False` if some is in use and stays."""
+        """Drop the KV of these packs, and all behind it; `False` if some is in use and stays, or may come later."""
         with self.lock:
             depths = {node: sum(len(each.ids) for each in node.line) for node in (*self._age, *self._cold)}
-            is_done = True
+            is_done = not self._owed
             for node in sorted(depths, key=lambda node: -depths[node]):
                 stops = [stop for handle, stop in node.packs if handle in packs]
                 # What others begin with, too, is theirs as well.

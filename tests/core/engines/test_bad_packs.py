@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from collections import deque
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +14,8 @@ from kp_core.banks.compiling import compile_facts
 from kp_core.errors import ContextOverflowError, ModelError, PackCorruptError, PromptError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import FolderBlobs
+from kp_core.packs.entry import EntryFile
+from kp_core.plan.request import Request
 from tests.conftest import tiny_engine
 from tests.kits import tiny_model, tiny_tokenizer
 
@@ -57,6 +60,58 @@ def test_a_damaged_pack_of_a_read_only_store_is_computed_from_its_text(damage, s
         next(store.path.rglob("*.txt")).write_text("other")
         with pytest.raises(PackCorruptError, match="Store it anew"):
             held.get(handle)
+
+
+@pytest.mark.parametrize("damage", ["none", "first layer", "last layer", "cut", "cut while read"])
+def test_what_is_read_into_a_request_is_checked_before_it_is_used(damage, store, monkeypatch, caplog):
+    engine = tiny_engine()
+    handle = store.put(engine.build_pack(TEXT, namespace="a"))
+    asked = {"messages": f"{handle}\n\nWho?", "view": store.view("a"), "max_tokens": 3, "logprobs": True}
+    expected = engine.generate(**asked, reuse=False)
+    [file] = store.path.rglob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    if "layer" in damage:
+        data[-1 if damage == "last layer" else 8 + int.from_bytes(data[:8], "little")] ^= 1
+    file.write_bytes(data[:-5] if damage == "cut" else data)
+    read = EntryFile.read_into
+    if damage == "cut while read":
+        monkeypatch.setattr(EntryFile, "read_into", lambda *_: (os.truncate(file, len(data) - 5), read(*_))[1])
+    if damage == "none":
+        monkeypatch.setattr(PackStore, "get", None)  # Nothing else reads it.
+    engine.clear_cache()
+    found = engine.generate(**asked)
+    assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
+    assert ("is damaged, deleted, and computed again" in caplog.text) == (damage != "none") != file.exists()
+    assert found.usage.reused_tokens >= found.usage.pack_tokens or damage != "none"
+
+
+def test_the_tree_gets_a_pack_that_was_read_into_a_request_behind_its_first_token(store):
+    engine = tiny_engine()
+    handle, other = (store.put(engine.build_pack(text, namespace="a")) for text in (TEXT, "Red."))
+    local, view = engine.engine, store.view("a")
+    plan = engine._plan(f"{handle}\n\nWho?", Request.of({"view": view, "max_tokens": 3}))
+    engine.clear_cache()
+    tokens = local.run(plan)
+    answer = [next(tokens)]
+    assert str(handle) not in local.tree.packs
+    answer += tokens
+    assert local.cached_tokens(plan) == len(plan.prompt)
+    local.pool.clear()  # What comes next is the tree's.
+    again = engine.generate(f"{handle}\n\nWho?", view=view, max_tokens=3, logprobs=True)
+    assert (tuple(answer), again.usage.computed_tokens) == (again.token_ids, 0)
+    assert (
+        again.logprobs
+        == engine.generate(f"{handle}\n\nWho?", view=view, logprobs=True, max_tokens=3, reuse=False).logprobs
+    )
+    # A pack that is removed meanwhile leaves the memory all the same.
+    engine.clear_cache()
+    tokens = local.run(engine._plan(f"{other}\n\nWho?", Request.of({"view": view, "max_tokens": 3})))
+    next(tokens)
+    store.remove(other)
+    for _ in range(2):
+        engine.generate("Who rang?", view=view, max_tokens=1)
+        deque(tokens, maxlen=0)
+    assert str(other) not in local.tree.packs
 
 
 def cut(kv):
