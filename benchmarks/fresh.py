@@ -3,8 +3,8 @@
 Prints one line of JSON: `ttft_s`, `reused_tokens`, `pack_tokens`, `peak_bytes`.
 
 - `ttft_s`: the engine is loaded, says one word to something unrelated, and then gets the pack's handle for the first
-  time: the store is opened, the file read (the system's copy of it dropped before, where the system lets us) and
-  verified, the KV copied into the request's buffer, the question prefilled.
+  time: the store is opened, the file read into the request's buffer (the system's copy of it dropped before, where
+  the system lets us; not with `--cached`) and verified, the question prefilled.
 - `peak_bytes`: what a request needs at its peak beyond what the process holds, the pack being in memory and no
   buffer waiting: the high-water mark of resident memory (Linux), or of allocated memory (CUDA); `None` elsewhere.
 """
@@ -34,10 +34,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--handle", required=True)
     parser.add_argument("--question", nargs=2, required=True)
+    parser.add_argument("--cached", action="store_true", help="leave the file in the system's page cache")
     arguments = parser.parse_args(argv)
     engine = common.load_engine(arguments)
     engine.generate("Say hello.", max_tokens=1)
-    drop_from_page_cache(arguments.store)
+    if not arguments.cached:
+        drop_from_page_cache(arguments.store)
     store = PackStore(arguments.store)
     view, (first, second) = store.view("default"), arguments.question
     usage = engine.generate(f"{arguments.handle}\n\n{first}", view=view, max_tokens=1).usage

@@ -24,7 +24,8 @@ from rich.progress import track
 
 from benchmarks import common
 from kp_core import KnowledgePack, PackStore, Session
-from kp_core.kv import KVTensors, new_memory
+from kp_core.kv import KVTensors
+from kp_core.memory import new_memory
 
 __all__ = ["main", "run"]
 

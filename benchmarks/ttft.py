@@ -6,7 +6,7 @@ noisy to all columns alike (medians; text above 2,048 tokens is repeated 3 times
 - text: everything prefilled by the engine (`reuse=False`).
 - pack memory: the handle, the pack warm in the prefix tree; head and pack reused, the question computed.
 - pack disk: the handle in a fresh process, file read included; see `benchmarks.fresh`. Half as often, as it loads a
-  model.
+  model. Pack page cache: the same, with the file in the system's page cache.
 - floor: plain transformers with its own attention: one forward pass of the question's tokens over a cache that already
   holds the rest. No template, no tokenizer, no copy.
 - hf text: plain `model.generate` on the same token ids, default attention.
@@ -40,7 +40,7 @@ __all__ = ["main", "run"]
 _LENGTHS = (256, 512, 1024, 2048, 4096, 7500, 8000)
 _LONG = 2048
 _LONG_REPEATS = 3
-_COLUMNS = ("text_s", "pack_memory_s", "pack_disk_s", "floor_s", "hf_text_s", "peak_bytes")
+_COLUMNS = ("text_s", "pack_memory_s", "pack_disk_s", "pack_cached_s", "floor_s", "hf_text_s", "peak_bytes")
 
 
 def knowledge(engine: Session, passages: Sequence[common.Paragraph], tokens: int) -> KnowledgePack:
@@ -105,7 +105,7 @@ class _Bench:
         self._twin.generate([prompt], 1)
         return time.perf_counter() - began
 
-    def fresh(self, questions: Sequence[str]) -> tuple[float, int | None]:
+    def fresh(self, questions: Sequence[str], *more: str) -> tuple[float, int | None]:
         """Seconds from disk, and the peak of memory, in a fresh process."""
         arguments = self._arguments
         options = {
@@ -116,7 +116,7 @@ class _Bench:
             "--device": arguments.device,
         }
         flat = [str(part) for option in options.items() for part in option]
-        command = [sys.executable, "-m", "benchmarks.fresh", *flat, "--question", *questions]
+        command = [sys.executable, "-m", "benchmarks.fresh", *more, *flat, "--question", *questions]
         root = Path(__file__).parents[1]
         done = subprocess.run(command, check=True, cwd=root, stdout=subprocess.PIPE, text=True)  # noqa: S603 - our own
         figures = json.loads(done.stdout.splitlines()[-1])
@@ -145,6 +145,7 @@ def measure(bench: _Bench, tokens: int, questions: Sequence[str], progress: Prog
             seconds, peak = bench.fresh((question, questions[-2]))
             found["pack_disk_s"].append(seconds)
             found["peak_bytes"] += [] if peak is None else [peak]
+            found["pack_cached_s"].append(bench.fresh((question, questions[-2]), "--cached")[0])
         progress.advance(task)
     medians = {column: median(found[column]) if found[column] else None for column in _COLUMNS}
     return {"tokens": tokens, **medians}
@@ -174,8 +175,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="default: %(default)s")
     arguments = parser.parse_args(argv)
     figures = run(arguments)
-    columns = ("tokens", "text", "pack memory", "pack disk", "floor", "hf text", "text / pack", "text / disk",
-               "pack / floor", "peak MB", "peak / KV")  # fmt: skip
+    columns = ("tokens", "text", "pack memory", "pack disk", "page cache", "floor", "hf text", "text / pack",
+               "text / disk", "pack / floor", "peak MB", "peak / KV")  # fmt: skip
     rows = [_cells(row, figures["bytes_per_token"]) for row in figures["rows"]]
     common.show_table(f"Time to first token, seconds, {figures['dtype']}", columns, rows)
     common.write_json(arguments.json, figures)
