@@ -110,7 +110,7 @@ class _Agent:
 
     def __init__(self, name: str, engine: Session, folder: Path, arguments: argparse.Namespace) -> None:
         options: dict[str, Any] = {"keep": "never"}
-        self._steps, self._found = _Steps(reuse=name != "none"), ""
+        self._steps, self._found, self.is_new = _Steps(reuse=name != "none"), "", True
         middleware: list[Any] = [wrap_model_call(self._steps.begin), ModelCallLimitMiddleware(run_limit=_CALLS)]
         self._store = PackStore(folder / "packs") if name in ("packs", "select") else None
         if self._store is not None:
@@ -136,6 +136,7 @@ class _Agent:
         if self._store is not None:
             texts = [self._store.handle(text, _NAMESPACE) for text in question.documents]
         self._found, self._steps.choice, self._steps.record = "\n\n".join(map(str, texts)), choice, {}
+        self.is_new = False
         try:
             state = self._agent.invoke({"messages": [*messages, HumanMessage(question.asked)]})
         except ContextOverflowError:
@@ -180,9 +181,9 @@ def _follow(
 ) -> dict[str, Any]:
     """The records of `agent` in one conversation. `once` gives one by its name, `again` that of another process."""
     messages, steps = list[Any](), list[dict[str, Any]]()
-    for at, question in enumerate(asked):
+    for at in range(len(asked)):
         choice = "auto" if arguments.free else "search"
-        step = once(f"step {at}", partial(agent.ask, messages, question, choice))
+        step = once(f"step {at}", partial(_step, agent, asked[: at + 1], messages, steps, choice))
         if not step:
             break
         messages = [*messages, *messages_from_dict(step["messages"])]
@@ -193,6 +194,15 @@ def _follow(
             once(f"{which} {at}", partial(agent.ask, messages, question, "none")) for at, question in enumerate(some)
         ]
     return records | {"again": once("again", partial(again, messages_to_dict(messages)))}
+
+
+def _step(
+    agent: _Agent, asked: Sequence[Question], messages: list[Any], steps: Sequence[Mapping[str, Any]], choice: str
+) -> dict[str, Any]:
+    """The record of the last of `asked`, with in memory what the step before left, also where a run goes on."""
+    if steps and agent.is_new:
+        agent.ask(messages[: -len(steps[-1]["messages"])], asked[-2], choice)
+    return agent.ask(messages, asked[-1], choice)
 
 
 def _once_more(asked: Sequence[Question], arguments: argparse.Namespace) -> dict[str, Sequence[Question]]:
