@@ -494,7 +494,7 @@ class PackStore(Packs):
 
     def forget(self, namespace: str) -> int:
         """Delete all KV with words of `namespace` in or before it, and all behind its packs, but no packs; returns the
-        number of entries.
+        number of entries. Engines keep what they have in memory until `clear_cache`.
         """
         # First the mark: what waits to be written, in any process, sees it before it is written or right behind.
         self.blobs.write(_forgotten_key(check_namespace(namespace)), [os.urandom(8)])

@@ -305,7 +305,8 @@ def totals_of(model, pages, *middleware, totals=None):
         totals.append(response.result[0].usage_metadata["total_tokens"])
         return response
 
-    agent = create_agent(model, [reader(pages)], middleware=[*middleware, Steps(len(pages)), note])
+    ours = KnowledgePackMiddleware(memory_tokens=None)
+    agent = create_agent(model, [reader(pages)], middleware=[*middleware, ours, Steps(len(pages)), note])
     return totals, ask(agent, "Read the book.")["messages"]
 
 
@@ -336,9 +337,20 @@ def test_a_summary_is_one_pack_that_frees_room(model, pages, chat_engine, store)
     small = model.model_copy(update={"profile": {**model.profile, "max_input_tokens": window}})
     summarizer = PackSummarizer(chat_engine, store, namespace="book", max_tokens=40)
     settings = {"trigger": ("fraction", 0.8), "keep": ("messages", 2), "summarizer": summarizer}
-    again, messages = totals_of(small, pages[:6], SummarizationMiddleware(small, **settings))
+    sent = []
+
+    @wrap_model_call
+    def look(request, handler):
+        sent.append([str(handle) for message in request.messages for *_, handle in find_handles(message.text)])
+        return handler(request)
+
+    again, messages = totals_of(small, pages[:6], SummarizationMiddleware(small, **settings), look)
     fired = [step for step, total in enumerate(again[:-1]) if total >= int(0.8 * window)]
     assert fired[0] == 3
+    for step in fired:  # The summary, and the page that was read last.
+        summary, page = sent[step + 1]
+        assert summary not in pages
+        assert page == pages[step]
     assert all(again[step + 1] < int(0.8 * window) for step in fired)
     [summary] = [m for m in messages if m.additional_kwargs.get("lc_source") == "summarization"]
     [(*_, handle)] = find_handles(summary.text)
