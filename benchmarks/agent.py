@@ -115,7 +115,7 @@ class _Agent:
         self._store = PackStore(folder / "packs") if name in ("packs", "select") else None
         if self._store is not None:
             options = {"store": self._store, "namespaces": [_NAMESPACE, name], "keep_in": name}
-            memory: dict[str, Any] = {"memory_tokens": arguments.memory_tokens or "half"}
+            memory: dict[str, Any] = {"memory_tokens": arguments.memory_tokens or 0.75}
             if name == "select":
                 options["composer"] = "select:packs=1"
                 memory |= {"memory": "search", "facts": ChromaFactStore(folder / "facts", read_only=True)}
@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--packs", type=int, default=1, metavar="N", help="passages of a search; default: %(default)s")
     parser.add_argument("--tokens", type=int, default=130, metavar="N", help="of a passage; default: %(default)s")
     parser.add_argument("--head", type=int, default=0, metavar="N", help="tokens of tool schemas; default: few")
-    parser.add_argument("--memory-tokens", type=int, metavar="N", help="of the middleware; default: half the window")
+    parser.add_argument("--memory-tokens", type=int, metavar="N", help="of the middleware; default: its own")
     parser.add_argument("--asked", type=int, default=0, metavar="N", help="questions put again; default: %(default)s")
     parser.add_argument("--free", action="store_true", help="the model decides what it calls")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the world; default: %(default)s")

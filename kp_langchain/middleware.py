@@ -58,7 +58,7 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
     """Keeps an agent's prompt that of the same agent with text, and within bounds.
 
     The prompt is the conversation with packs in place of results, token for token. The messages behind the head (system
-    message and tools) take at most `memory_tokens` tokens, packs counted: by default half of what head and `max_tokens`
+    message and tools) take at most `memory_tokens` tokens, packs counted, or this share of what head and `max_tokens`
     leave of the window, if the newest message of the user leaves room for it. Beyond, the oldest exchanges (a call and
     its results) and messages leave the prompt in one block, down to half, so that its beginning stays cached between
     blocks; one line says that earlier results can be searched again. A result that is too long alone is replaced by a
@@ -82,14 +82,17 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
     def __init__(
         self,
         *,
-        memory_tokens: int | Literal["half"] | None = "half",
+        memory_tokens: float | None = 0.75,
         memory: Literal["search"] | None = None,
         facts: FactStore | None = None,
         model: ChatKnowledgePacks | None = None,
     ) -> None:
         super().__init__()
-        if memory_tokens not in ("half", None) and not (isinstance(memory_tokens, int) and memory_tokens > 0):
-            raise OptionError(f"Got memory_tokens={memory_tokens!r}; expected a number from 1 on, 'half' or None.")
+        is_share = isinstance(memory_tokens, float) and 0 < memory_tokens <= 1
+        if not (is_share or memory_tokens is None or (isinstance(memory_tokens, int) and memory_tokens > 0)):
+            raise OptionError(
+                f"Got memory_tokens={memory_tokens!r}; expected an int from 1 on, a share up to 1.0, or None."
+            )
         if memory not in (None, "search") or (memory is None) != (facts is None):
             raise OptionError(
                 f"Got memory={memory!r} and facts={facts!r}; expected memory='search' with the store of the facts that "
@@ -161,8 +164,9 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
         head = model.get_num_tokens_from_messages([*system, _START], request.tools)
         answer = settings.get("max_tokens") or model.max_tokens or min(_MOST_TOKENS, session.max_positions // 2)
         room = max(0, session.max_positions - head - answer)
-        room = room if self._most == "half" else min(self._most, room)
-        most = room // 2 if self._most == "half" else room
+        is_share = isinstance(self._most, float)
+        room = room if is_share else min(int(self._most), room)
+        most = int(self._most * room) if is_share else room
         for_found = 0 if self._facts is None else most // 4
         kept, left, found = self._split(request.messages, model, most - for_found - self._size([_LEFT], model), room)
         if found is None:

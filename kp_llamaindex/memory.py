@@ -27,7 +27,7 @@ _MOST_TOKENS = 512  # Of an answer without `max_tokens`, as in a request.
 class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     """Turns that a `Memory` flushes become packs in `store`. Their handles come back in the system message.
 
-    The packs have at most `memory_tokens` tokens, by default half of what an answer leaves of the window; beyond, the
+    The packs have at most `memory_tokens` tokens, or this share of what an answer leaves of the window; beyond, the
     oldest leave the prompt in one block, down to half, so that the rest stays cached, and a line says so. With
     `memory="search"`, packs that have left become facts in `facts`, and the one or two that the model attends to for
     the newest message of the user come back; with `insert_method="user"` of `Memory` they stand beside it. The LLM
@@ -49,7 +49,7 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     namespace: str = "default"
     handles: list[str] = Field(default_factory=list, description="Handles of the packs, oldest first.")
     left: list[str] = Field(default_factory=list, description="Handles of the packs that have left the prompt.")
-    memory_tokens: Annotated[int, Field(ge=1)] | Literal["half"] | None = "half"
+    memory_tokens: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = 0.5
     memory: Literal["search"] | None = None
     facts: FactStore | None = Field(default=None, exclude=True, repr=False)
     lazy: bool = False
@@ -118,8 +118,9 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     def _most(self) -> int:
         """The tokens that packs in the prompt may have."""
         window = self._engine().max_positions
-        half = (window - min(_MOST_TOKENS, window // 2)) // 2
-        return window if self.memory_tokens is None else half if self.memory_tokens == "half" else self.memory_tokens
+        if isinstance(most := self.memory_tokens, float):
+            return int(most * (window - min(_MOST_TOKENS, window // 2)))
+        return window if most is None else most
 
     def _size(self, handle: str) -> int:
         pack = self.store.peek(Handle.parse(handle))

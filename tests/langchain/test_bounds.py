@@ -144,11 +144,13 @@ def test_earlier_turns_leave_with_what_people_said(model, handles):
         assert message.type != "tool" or kept[at - 1].type in ("ai", "tool")
 
 
-def test_by_default_half_of_the_window_is_left_to_messages(model, handles):
+def test_by_default_three_quarters_of_the_window_are_left_to_messages(model, handles):
     model = model.model_copy(update={"max_tokens": 2000})
     kept = sent(KnowledgePackMiddleware(), model, reading(handles * 10))
     room = ENGINE.max_positions - 2000 - model.get_num_tokens_from_messages([SystemMessage("You read.")])
-    assert 0.2 * room < behind(model, kept) <= 0.5 * room
+    assert 0.3 * room < behind(model, kept) <= 0.75 * room
+    half = sent(KnowledgePackMiddleware(memory_tokens=0.5), model, reading(handles * 10))
+    assert 0.2 * room < behind(model, half) <= 0.5 * room
     # A long question keeps room for what is read about it.
     question = "Read. " * 1600
     kept = sent(KnowledgePackMiddleware(), model, reading(handles * 10, question))
@@ -288,6 +290,7 @@ def test_states_of_others_and_lost_packs_do_no_harm(model, handles, facts, packs
     [
         ({"memory_tokens": 0}, "memory_tokens=0"),
         ({"memory_tokens": "all"}, "memory_tokens='all'"),
+        ({"memory_tokens": 1.5}, "a share up to 1.0"),
         ({"memory": "search"}, "with the store of the facts"),
         ({"memory": "find"}, "memory='find'"),
         ({"facts": object()}, "expected memory='search'"),

@@ -126,7 +126,7 @@ async def test_a_store_without_the_packs(block, tmp_path):
     assert block.text() == ""
 
 
-BAD = [{"handles": ["x"]}, {"namespace": "../up"}, {"memory_tokens": 0}, {"memory_tokens": "x"}, {"memory": "search"}]
+BAD = [{"handles": ["x"]}, {"namespace": "../up"}, {"memory_tokens": 0}, {"memory_tokens": 1.5}, {"memory": "search"}]
 
 
 @pytest.mark.parametrize("settings", BAD)
