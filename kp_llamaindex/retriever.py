@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -27,6 +28,12 @@ from kp_llamaindex.llm import KnowledgePackLLM
 from kp_llamaindex.messages import pack_place
 from kp_llamaindex.nodes import PackNode, to_node, to_where
 
+logger = logging.getLogger(__name__)
+
+_NODES_ELSEWHERE = (
+    "An index over a vector store has an empty docstore; ask the vector store for its nodes (`get_nodes(None)` of "
+    "Chroma). `discard(ref_doc_id)` removes the packs of one document."
+)
 _PACKING = ("engine", "namespace", "unit", "compiled_for", "lazy", "precompile", "compress")
 
 
@@ -133,6 +140,9 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
 
     def compile(self, nodes: Iterable[BaseNode], *, progress: bool = True) -> list[str]:
         """Compile the packs of `nodes` that have none, before anybody asks; returns the handles of all."""
+        nodes = list(nodes)
+        if not nodes:
+            logger.warning("Got no nodes, so no packs were compiled. %s", _NODES_ELSEWHERE)
         facts = (_fact_of(PackNode.from_node(node), self.delivery.namespace) for node in nodes if not _stays(node))
         return [str(handle) for handle in self.delivery.compile(facts, progress=progress) if handle is not None]
 
@@ -140,8 +150,11 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
         """Remove the packs of nodes that are not among `nodes`, all that the index has now; returns their handles.
 
         `nodes` are those of a docstore (`index.docstore.docs.values()`) or of a vector store that lists them
-        (`vector_store.get_nodes(None)` of Chroma). Keep one namespace for one index.
+        (`vector_store.get_nodes(None)` of Chroma). Keep one namespace for one index. Raises `FactError` for no nodes.
         """
+        nodes = list(nodes)
+        if not nodes:
+            raise FactError(f"Got no nodes; nothing was removed. {_NODES_ELSEWHERE}")
         removed = self.delivery.sync(lambda _: (PackNode.from_node(node).llm_text() for node in nodes))
         return [str(handle) for handle in removed]
 

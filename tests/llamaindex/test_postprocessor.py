@@ -4,7 +4,7 @@ import logging
 
 import chromadb
 import pytest
-from llama_index.core import Document, SummaryIndex, VectorStoreIndex
+from llama_index.core import Document, StorageContext, SummaryIndex, VectorStoreIndex
 from llama_index.core.indices.postprocessor import SimilarityPostprocessor
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
@@ -14,6 +14,7 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from kp_core import Handle
+from kp_core.errors import FactError
 from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor, NumberSources, PackNode
 from tests.conftest import tiny_engine, until
 from tests.llamaindex.conftest import QUESTION, CountingEmbedding
@@ -146,6 +147,19 @@ def test_packs_of_documents_that_a_pipeline_deleted_go_with_sync(packs, store, t
     removed = packs.sync(vectors.get_nodes(None))
     assert removed == sorted(str(store.handle(PackNode.from_node(node).llm_text(), "isles")) for node in nodes)
     assert [store.peek(handle).text for handle in store] == [PackNode.from_node(changed).llm_text()]
+
+
+def test_the_empty_docstore_of_an_index_over_a_vector_store_removes_nothing(packs, nodes, store, tmp_path, caplog):
+    collection = chromadb.PersistentClient(str(tmp_path)).create_collection("theirs")
+    vectors = ChromaVectorStore(chroma_collection=collection)
+    context = StorageContext.from_defaults(vector_store=vectors)
+    index = VectorStoreIndex(nodes, storage_context=context, embed_model=CountingEmbedding())
+    assert packs.compile(index.docstore.docs.values(), progress=False) == []
+    assert "get_nodes(None)" in caplog.text
+    handles = packs.compile(vectors.get_nodes(None), progress=False)
+    with pytest.raises(FactError, match=r"Got no nodes; nothing was removed.*get_nodes\(None\)"):
+        packs.sync(index.docstore.docs.values())
+    assert sorted(handles) == sorted(map(str, store))
 
 
 def test_bad_settings(store):
