@@ -89,7 +89,10 @@ class Delivery:
     def facts(self) -> FactStore:
         """The fact store; raises `FactError` if there is none."""
         if self._facts is None:
-            raise FactError("There is no fact store to search or change; pass one: `Delivery(facts, engine, store)`.")
+            raise FactError(
+                "There is no fact store to search or change; pass one: `Delivery(facts, engine, store)`. "
+                "Change what an index or vector store of yours finds there."
+            )
         return self._facts
 
     def add(self, facts: Iterable[Fact], *, overwrite: bool = False, progress: bool = True) -> Added:
