@@ -134,6 +134,13 @@ class BufferLayer:
         self.values.index_copy_(2, places, values)
 
 
+def _new(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised numbers, on the CPU in `new_memory`."""
+    if device.type == "cpu":
+        return torch.from_numpy(new_memory(prod(size) * dtype.itemsize)).view(dtype).view(size)
+    return torch.empty(size, dtype=dtype, device=device)
+
+
 class KVBuffer:
     """The cache of one sequence. It has room for at least `capacity` tokens, rounded up to whole tiles.
 
@@ -148,10 +155,7 @@ class KVBuffer:
         self.capacity = capacity = -(-capacity // TILE) * TILE
 
         def empty(layers: int, heads: int, dim: int, device: torch.device) -> Tensor:
-            size = (layers, heads, capacity, dim)
-            if device.type == "cpu":
-                return torch.from_numpy(new_memory(prod(size) * shape.dtype.itemsize)).view(shape.dtype).view(size)
-            return torch.empty(size, dtype=shape.dtype, device=device)
+            return _new((layers, heads, capacity, dim), shape.dtype, device)
 
         self.stacked: tuple[Tensor, Tensor] | None = None
         """Keys and values of all layers, `(layers, kv_heads, capacity, head_dim)`, if the layers are alike."""
@@ -301,7 +305,8 @@ class KVBuffer:
         kv = self.view_of(start, stop)
         if self.stacked is None:
             return replace(kv.clone(), states=states)
-        keys, values = (tuple(side[:, :, start:stop].clone()) for side in self.stacked)
+        sides = (side[:, :, start:stop] for side in self.stacked)
+        keys, values = (tuple(_new(side.shape, side.dtype, side.device).copy_(side)) for side in sides)
         return KVTensors(keys, values, states)
 
     def view_of(self, start: int, stop: int) -> KVTensors:
