@@ -61,10 +61,14 @@ class LlamaModel:
         return found[len(found) - logits :]
 
     def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Run `tokens` behind each buffer in one pass. Returns the logits at the last of each, `(rows, vocabulary)`."""
-        if sum(map(len, tokens)) > self.context.batch_tokens:
-            return torch.cat([self._behind(*row, "last")[-1:] for row in zip(buffers, tokens, strict=True)])
-        return self._pass(buffers, tokens, "last")
+        """See `Model.ragged`. Rows of one buffer are computed one by one."""
+        if len({*map(id, buffers)}) == len(buffers) and sum(map(len, tokens)) <= self.context.batch_tokens:
+            return self._pass(buffers, tokens, "last")
+        rows = list[Tensor]()
+        for buffer, start, ids in zip(buffers, [buffer.length for buffer in buffers], tokens, strict=True):
+            buffer.truncate(start)
+            rows.append(self._behind(buffer, ids, "last")[-1:])
+        return torch.cat(rows)
 
     def rows(self, buffers: Sequence[KVBuffer], memory: object = None) -> Callable[[Sequence[int]], Tensor]:  # noqa: ARG002
         """A function that runs one token behind each buffer in one pass, and returns logits, `(rows, vocabulary)`."""
@@ -222,9 +226,6 @@ class SequencePool(BufferPool):
             buffer.drop()
             raise
         return buffer
-
-    def spare(self, capacity: int, held: Sequence[tuple[Name, KVTensors]]) -> None:
-        """None: sequences are taken in a turn, for which a request that has one must not wait."""
 
     def give(self, buffer: KVBuffer) -> None:
         """See `BufferPool.give`. Requests that wait look for themselves."""

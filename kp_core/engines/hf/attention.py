@@ -103,11 +103,13 @@ def attend(  # noqa: PLR0913 - the inputs of attention
     scale: float | None = None,
     sees: Sees = Sees(),  # noqa: B008 - frozen
     sinks: Tensor | None = None,
+    begun: Sequence[Tensor] = (),
 ) -> Tensor:
     """Attention of tokens at ascending `positions`, each over the keys up to its own position.
 
     Shapes are as in `tiled_attention`, but the result is `(1, heads, new, head_dim)`. Keys are stored at their
-    positions. Keys behind the last position may hold any finite numbers; missing ones are padded.
+    positions. Keys behind the last position may hold any finite numbers; missing ones are padded. `begun` is what
+    `of_tiles` gave for the first tiles.
     """
     if query.device.type != "cpu" or torch.is_grad_enabled():
         return _by_mask(query, key, value, positions, scale, sees, sinks)
@@ -117,7 +119,8 @@ def attend(  # noqa: PLR0913 - the inputs of attention
     outputs, start = [], 0
     for places in [tuple(positions)] if is_few else _by_tile(tuple(positions)):
         stop = start + len(places)
-        outputs.append(_of_rows(query[:, :, start:stop], key, value, places, scale, sees, sinks))
+        own = [side[:, :, :, start:stop] for side in begun]
+        outputs.append(_of_rows(query[:, :, start:stop], key, value, places, scale, sees, sinks, own))
         start = stop
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2))[..., :dim]
 
@@ -133,6 +136,20 @@ def tile_of_each(
     """
     output, weight = _flash(grouped, key, value, 0.0, False, attn_mask=mask, scale=scale)  # noqa: FBT003
     return output, weight
+
+
+def of_tiles(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Attention of tokens that see all of some tiles, whose keys are read once.
+
+    `query` is `(1, heads, new, dim)`, keys and values are those of `tiles_of`. Returns the results of each tile,
+    `(tiles, kv_heads, share, new, dim)` with `share` heads for each head of keys, and their log-sum-exps.
+    """
+    (tiles, kv_heads), (heads, new) = keys.shape[:2], query.shape[1:3]
+    grouped, _ = grouped_rows(query, kv_heads)
+    output, weight = tile_of_each(grouped.expand(tiles, -1, -1, -1), keys, values, None, scale)
+    shape = (tiles, kv_heads, heads // kv_heads, new)
+    rows = slice(heads // kv_heads * new)
+    return output[:, :, rows].reshape(*shape, -1), weight[:, :, rows].reshape(shape)
 
 
 def keys_to_read(visible: int) -> int:
@@ -192,6 +209,7 @@ def _of_rows(  # noqa: PLR0913
     scale: float | None,
     sees: Sees,
     sinks: Tensor | None,
+    begun: Sequence[Tensor],
 ) -> Tensor:
     """Attention of tokens at `positions` in one tile, or in any tiles where each token sees all before it."""
     heads, new = query.shape[1:3]
@@ -199,10 +217,10 @@ def _of_rows(  # noqa: PLR0913
     share = heads // kv_heads
     grouped, extra = grouped_rows(query, kv_heads)
     # All tokens see the whole of the tiles from `whole` to their own. They see tiles from `first` to `whole` in part.
-    first = sees.first(own_tiles.start * TILE) // TILE
-    whole = min(own_tiles.start, -(-sees.first(own_tiles.stop * TILE - 1) // TILE))
+    first = len(begun[0]) if begun else sees.first(own_tiles.start * TILE) // TILE
+    whole = min(own_tiles.start, max(first, -(-sees.first(own_tiles.stop * TILE - 1) // TILE)))
     past = range(own_tiles.start, own_tiles.start) if new <= _FEW else range(whole, own_tiles.start)
-    outputs, weights = [], []
+    outputs, weights = ([side.flatten(2, 3) for side in begun[at : at + 1]] for at in (0, 1))
     for tiles in (
         (range(first, past.start), past, range(past.stop, own_tiles.stop)) if past else (range(first, own_tiles.stop),)
     ):
@@ -212,17 +230,16 @@ def _of_rows(  # noqa: PLR0913
         mask, blind = (None, None) if tiles is past else mask_of(positions, share, extra, tiles, sees, query.dtype)
         of_each_tile = grouped.expand(len(tiles), -1, -1, -1)
         keys, values = tiles_of(key, tiles), tiles_of(value, tiles)
-        # A lone row in its first tile, as when a short prompt is answered, need not read the whole tile.
-        if new == len(tiles) == 1 and (count := keys_to_read(positions[0] % TILE + 1)) < TILE:
+        # Rows in the first half of one tile, as those of a short prompt, need not read the whole tile.
+        if tiles == own_tiles and len(tiles) == 1 and (count := keys_to_read(positions[-1] % TILE + 1)) < TILE:
             keys, values, mask = keys[:, :, :count], values[:, :, :count], None if mask is None else mask[..., :count]
         output, weight = tile_of_each(of_each_tile, keys, values, mask, scale)
-        outputs.append(output)
-        weights.append(weight if blind is None else weight.masked_fill(blind, -torch.inf))
+        weight = weight if blind is None else weight.masked_fill(blind, -torch.inf)
+        outputs.append(output[:, :, : share * new])
+        weights.append(weight[:, :, : share * new])
     if sinks is not None:
         sinks = sinks.reshape(kv_heads, share, 1).expand(-1, -1, new).reshape(kv_heads, -1)
-        sinks = nn.functional.pad(sinks, (0, extra))
-    merged = joined(outputs, weights, query.dtype, sinks)
-    return merged[:, : share * new].reshape(1, heads, new, merged.shape[2])
+    return joined(outputs, weights, query.dtype, sinks).reshape(1, heads, new, value.shape[3])
 
 
 def grouped_rows(query: Tensor, kv_heads: int) -> tuple[Tensor, int]:

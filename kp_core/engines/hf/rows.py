@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kp_core.engines.hf.attention import attend, grouped_rows, joined, keys_to_read, tile_of_each, tiles_of
+from kp_core.engines.hf.attention import attend, grouped_rows, joined, keys_to_read, of_tiles, tile_of_each, tiles_of
 from kp_core.engines.hf.kinds import Network
 from kp_core.engines.local.buffer import TILE, BufferLayer, KVBuffer
 from kp_core.engines.local.model import Memory
@@ -98,25 +98,34 @@ class Rows:
 
 @torch.inference_mode()
 def run_ragged(model: Network, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
-    """Run `tokens`, one list per buffer, as one sequence, in which each row attends over its own buffer.
+    """See `Model.ragged`. The rows are one sequence, in which each attends over its own buffer.
 
-    Returns the last logits, `(rows, vocabulary)`.
+    What all rows of one buffer see is read once.
     """
     counts, device, sees = [len(row_tokens) for row_tokens in tokens], buffers[0].layers[0].keys.device, model.sees
-    last_indices = torch.tensor(list(accumulate(counts)), device=device) - 1
+    is_one = device.type == "cpu" and all(buffer is buffers[0] for buffer in buffers)
+    shared = range(buffers[0].length // TILE if is_one else 0)
+    ends = list(accumulate(counts))
+    last_indices = torch.tensor(ends, device=device) - 1
     positions = [
         range(row_buffer.length, row_buffer.length + count) for row_buffer, count in zip(buffers, counts, strict=True)
     ]
     for buffer, at in zip(buffers, positions, strict=True):
         buffer.blank(at.stop)
 
-    def attend_each(
-        layer: int, query: Tensor, _key: Tensor, _value: Tensor, scale: float | None, sinks: Tensor | None
+    def attend_each(  # noqa: PLR0913
+        layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, sinks: Tensor | None
     ) -> Tensor:
-        outputs = []
-        for row_query, buffer, at in zip(query.split_with_sizes(counts, 2), buffers, positions, strict=True):
+        outputs, begun, kv = [], tuple[Tensor, ...](), buffers[0].layers[layer]
+        if shared and not sees[layer].window and kv.keys.shape == kv.values.shape:
+            begun = of_tiles(query, tiles_of(kv.keys, shared), tiles_of(kv.values, shared), scale)
+        rows = zip(*(side.split_with_sizes(counts, 2) for side in (query, key, value)), strict=True)
+        for buffer, at, stop, (own_query, own_key, own_value) in zip(buffers, positions, ends, rows, strict=True):
             kv = buffer.layers[layer]
-            outputs.append(attend(row_query, kv.keys, kv.values, at, scale, sees[layer], sinks))
+            kv.length = at.start  # Another row of this buffer may have been written here.
+            kv.write(own_key, own_value)
+            own = [side[:, :, :, stop - len(at) : stop] for side in begun]
+            outputs.append(attend(own_query, kv.keys, kv.values, at, scale, sees[layer], sinks, own))
         return torch.cat(outputs, dim=2)
 
     with ExitStack() as stack:
@@ -127,7 +136,7 @@ def run_ragged(model: Network, buffers: Sequence[KVBuffer], tokens: Sequence[Seq
             position_ids=torch.tensor(list(chain(*positions)), device=device)[None],
             use_cache=True,
             kp_attend=attend_each,
-            **{model.takes_cache: cache_of_rows(buffers, counts)},
+            **{model.takes_cache: cache_of_rows(buffers, rows=())},
             **model.keep(last_indices),
         )
     logits: Tensor = output.logits[0]
@@ -254,8 +263,8 @@ class _Group:
         outputs = self._by_tile([output[:, :, :share] for output, _ in parts], 0)
         weights = self._by_tile([weight[:, :, :share] for _, weight in parts], -torch.inf)
         if self._tiles:
-            shared, weight = self._attend_shared(query, *read[-1], scale)
-            outputs, weights = [shared, *outputs], [weight, *weights]
+            shared, weight = of_tiles(query.transpose(0, 2), *read[-1], scale)
+            outputs, weights = [shared.movedim(3, 1), *outputs], [weight.movedim(3, 1), *weights]
         row_sinks = None if sinks is None else sinks.reshape(1, kv_heads, share).expand(rows, -1, -1)
         return joined(outputs, weights, query.dtype, row_sinks).reshape(rows, -1, 1, value.shape[3])
 
@@ -268,18 +277,6 @@ class _Group:
             views.append((tiles_of(kv.keys, self._tiles), tiles_of(kv.values, self._tiles)))
         self._read[layer] = views
         return views
-
-    def _attend_shared(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-        """Results and log-sum-exps over the shared tiles, `(tiles, rows, kv_heads, share, ...)`. Keys are read once."""
-        count, heads, _, dim = query.shape
-        tiles, kv_heads = keys.shape[:2]
-        share = heads // kv_heads
-        joint_queries = query.reshape(1, count, kv_heads, share, dim).transpose(1, 2).flatten(2, 3)
-        grouped, _ = grouped_rows(joint_queries, kv_heads)
-        output, weight = tile_of_each(grouped.expand(tiles, -1, -1, -1), keys, values, None, scale)
-        shape = (tiles, kv_heads, count, share)
-        shared = output[:, :, : count * share].reshape(*shape, -1).transpose(1, 2)
-        return shared, weight[:, :, : count * share].reshape(shape).transpose(1, 2)
 
     def _by_tile(self, parts: list[Tensor], missing: float) -> list[Tensor]:
         """Results of the calls, one entry per pair, as `(tiles, rows, ...)`; what a row does not have is `missing`."""
@@ -323,47 +320,37 @@ def _calls(visible: Sequence[int]) -> list[tuple[slice, int]]:
 
 
 def cache_of_rows(
-    buffers: Sequence[KVBuffer],
-    counts: Sequence[int] = (),
-    rows: Sequence[int] | None = None,
-    places: Tensor | None = None,
+    buffers: Sequence[KVBuffer], rows: Sequence[int] | None = None, places: Tensor | None = None
 ) -> Cache:
-    """The buffers as one cache, for one new token each, or for `counts` new tokens in one sequence.
+    """The buffers as one cache.
 
-    A pass writes the new tokens of `rows`, by default of all, behind the others or to `places`.
+    A pass writes the new token of each of `rows`, by default of all, behind the others or to `places`.
     """
     rows = range(len(buffers)) if rows is None else rows
     layers = zip(*(buffer.layers for buffer in buffers), strict=True)
-    return Cache(layers=[RowsLayer(list(of_rows), counts, rows, places) for of_rows in layers])
+    return Cache(layers=[RowsLayer(list(of_rows), rows, places) for of_rows in layers])
 
 
 class RowsLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """One layer of several buffers: writes the new tokens of each, and returns only these.
+    """One layer of several buffers: writes a new token of each, and returns what a pass computes.
 
-    `counts` are the new tokens of each buffer if they come as one sequence; otherwise each has one. `rows` are written:
-    behind the filled tokens, or at `places`, `(rows, 1)`.
+    `rows` are written: behind the filled tokens, or at `places`, `(rows, 1)`.
     """
 
-    def __init__(
-        self, layers: list[BufferLayer], counts: Sequence[int], rows: Sequence[int], places: Tensor | None = None
-    ) -> None:
+    def __init__(self, layers: list[BufferLayer], rows: Sequence[int], places: Tensor | None = None) -> None:
         super().__init__()
-        self._layers, self._counts, self._rows, self._places = layers, list(counts), rows, places
+        self._layers, self._rows, self._places = layers, rows, places
         self.keys, self.values = layers[0].memory
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write row by row; attention reads earlier tokens from the buffers."""
-        if self._rows:
-            keys, values = (
-                side.split_with_sizes(self._counts, 2) if self._counts else side.chunk(len(side))
-                for side in (key_states, value_states)
-            )
-            for row in self._rows:
-                if self._places is None:
-                    self._layers[row].write(keys[row], values[row])
-                else:
-                    self._layers[row].put(keys[row], values[row], self._places[row])
+        for row in self._rows:
+            keys, values = key_states[row : row + 1], value_states[row : row + 1]
+            if self._places is None:
+                self._layers[row].write(keys, values)
+            else:
+                self._layers[row].put(keys, values, self._places[row])
         return key_states, value_states
 
     def get_seq_length(self) -> int:

@@ -419,10 +419,6 @@ class BufferPool:
             raise
         return buffer
 
-    def spare(self, capacity: int, held: Sequence[tuple[Name, KVTensors]]) -> KVBuffer | None:
-        """A further buffer for a request that has one, as `take`, which needs no turn here."""
-        return self.take(capacity, held)
-
     def wait(self, capacity: int, limit: Limit) -> None:
         """Wait until there is room for a buffer. Release the tree path before waiting.
 

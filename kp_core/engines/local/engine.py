@@ -35,8 +35,6 @@ from kp_core.tools import Scores
 _WINDOW = 256
 """Plans of `kv` examined together: enough to find several with the same prefix, few enough to hold in memory."""
 _MOST_TEXTS, _MOST_TOKENS = 16, 512  # Of one pass.
-_BRANCHES = 8
-"""Most prompts of a pass behind a common beginning, of which each needs a copy. More are hardly faster."""
 _PACE_TOKENS = 128  # Tokens of the pass that is timed.
 _NEVER = Limit()
 
@@ -177,37 +175,24 @@ class LocalEngine:
         """The logits behind each of `ends`, which follow the prompt of `plan`."""
         common, longest = len(plan.prompt), len(plan.prompt) + max(map(len, ends))
         prefill = partial(self.prefill, plan, longest, logits=False, limit=stream.limit)
-        run = self.scheduler.retry_after_oom(prefill)
-        buffers = [run.buffer]
-        try:
+        with closing(self.scheduler.retry_after_oom(prefill)) as run:
             _tell(stream, run)
-            while len(buffers) < min(len(ends), _BRANCHES) and (buffer := self.pool.spare(longest, run.path.held)):
-                buffers.append(buffer)
-                if buffer.length < common:  # The tree has no room for all of it.
-                    buffer.append(run.buffer.view_of(buffer.length, common))
             at = 0
             while at < len(ends):
                 stop = at + 1
-                while stop < min(len(ends), at + len(buffers)) and sum(map(len, ends[at : stop + 1])) <= _MOST_TOKENS:
+                while stop < len(ends) and sum(map(len, ends[at : stop + 1])) <= _MOST_TOKENS:
                     stop += 1
                 if stream.limit.is_set():
                     raise CancelledError
-                yield from self.scheduler.retry_after_oom(partial(self._pass, buffers, ends[at:stop]))
+                yield from self.scheduler.retry_after_oom(partial(self._pass, run.buffer, ends[at:stop]))
                 stream.computed_tokens += sum(map(len, ends[at:stop]))
-                for buffer in buffers:
-                    buffer.truncate(common)
+                run.buffer.truncate(common)
                 at = stop
-        finally:
-            for buffer in buffers[1:]:
-                self.pool.give(buffer)
-            run.close()
 
-    def _pass(self, buffers: Sequence[KVBuffer], rows: Sequence[Sequence[int]]) -> Tensor:
-        """The logits behind each of `rows`, computed in one pass, each behind its buffer."""
+    def _pass(self, buffer: KVBuffer, rows: Sequence[Sequence[int]]) -> Tensor:
+        """The logits behind each of `rows`, computed in one pass, each behind the tokens in `buffer`."""
         with self.scheduler.prefill(sum(map(len, rows))):
-            if len(rows) == 1:
-                return self.model.forward(rows[0], buffers[0])
-            return self.model.ragged(buffers[: len(rows)], rows)
+            return self.model.ragged([buffer] * len(rows), rows)
 
     def _attention(self, plan: Plan, layers: int | None) -> Tensor | None:
         region = plan.regions[-1]

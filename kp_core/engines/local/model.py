@@ -46,7 +46,10 @@ class Model(Protocol):
         """Run `ids` behind `buffer`. Returns the logits at the last `logits` of them, `(logits, vocabulary)`."""
 
     def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Run `tokens` behind each buffer in one pass. Returns the logits at the last of each, `(rows, vocabulary)`."""
+        """Run `tokens` behind each buffer in one pass. Returns the logits at the last of each, `(rows, vocabulary)`.
+
+        Rows may have the same buffer: each is then behind its tokens alone, and those of the last row stay.
+        """
 
     def rows(self, buffers: Sequence[KVBuffer], memory: Memory | None = None) -> Callable[[Sequence[int]], Tensor]:
         """A function that runs one token behind each buffer in one pass, and returns logits, `(rows, vocabulary)`."""

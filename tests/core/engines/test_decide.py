@@ -31,6 +31,7 @@ QUESTIONS = {
     "long": Question("Who counts the lamps at noon, of all that this text names?", ["the keeper", "another man"]),
     "levels": Question("How late?", {"0": "In the morning", "1": "At noon", "2": "At dusk", "3": ""}),
     "words": Question("Is it so?"),
+    "beyond a tile": Question("Is it so, " + "or not, " * 60 + "and why?"),
 }
 
 
@@ -85,14 +86,14 @@ def test_many_questions_are_rows_behind_one_state():
     assert engine.engine.pool.used == 0
 
 
-def test_without_memory_for_more_than_one_row_the_answers_are_the_same(monkeypatch):
+def test_questions_need_no_memory_beyond_that_of_the_longest_one(monkeypatch):
     questions = {n: Question(f"Is {n} named?", ["A", "B"]) for n in range(5)}
     small = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(CHATML, 7), cache_bytes=500_000)
-    pool, given = small.engine.pool, []
-    spare = pool.spare
-    monkeypatch.setattr(pool, "spare", lambda *room: given.append(spare(*room)) or given[-1])
+    pool, taken = small.engine.pool, []
+    take = pool.take
+    monkeypatch.setattr(pool, "take", lambda *room: taken.append(take(*room)) or taken[-1])
     assert small.decide(TEXT, questions).answers == tiny_engine().decide(TEXT, questions).answers
-    assert given == [None]
+    assert len(taken) == 1
     assert pool.used == 0
 
 
@@ -146,10 +147,17 @@ def test_labels_of_one_token_stand_for_themselves_and_others_get_letters():
         "\n\n0: In the morning\n1: At noon\n2: At dusk\n3\n\nAnswer with 0, 1, 2 or 3, and nothing else."
         in texts["levels"]
     )
-    # What begins alike, or is the same but for its first letter, cannot be told by one token.
-    for labels in (["a", "A"], ["the 1", "the 2"], ["long " * 200, "short"]):
-        [ballot] = ballots_of({0: Question("Which?", labels)}, 1, tokenizer)
-        assert f"\n\nA: {labels[0]}\nB: {labels[1]}\n\n" in ballot.text
+
+
+@pytest.mark.parametrize("labels", [["a", "A"], ["the 1", "the 2"], ["long " * 200, "short"]])
+def test_labels_that_no_token_tells_apart_are_decided_by_letters(labels):
+    """They begin alike, differ in their first letter alone, or are long."""
+    engine, question = tiny_engine(), Question("Which?", labels)
+    [ballot] = ballots_of({0: question}, 1, engine.tokenizer)
+    assert f"\n\nA: {labels[0]}\nB: {labels[1]}\n\n" in ballot.text
+    decided = engine.decide(TEXT, {"few": question, "other": Question("Is it so?")}).answers
+    assert [*decided] == ["few", "other"]
+    assert same(engine, decided["few"], plain(engine, TEXT, question))
 
 
 def test_a_question_ends_the_last_message_of_the_user():
@@ -193,8 +201,15 @@ def test_bad_states_are_refused(tmp_path):
     engine, store = tiny_engine(), PackStore(tmp_path)
     with pytest.raises(ContextOverflowError):
         engine.decide("word " * engine.max_positions, QUESTIONS)
+    longest = {"fits": Question("Is it?"), "does not": Question("Is it?" * engine.max_positions)}
+    with pytest.raises(ContextOverflowError):
+        engine.decide(TEXT, longest)
+    lost, view = "kp:law/" + "a" * 21, store.view("law")
     with pytest.raises(PackNotFoundError):
-        engine.decide("kp:law/" + "a" * 21, QUESTIONS, view=store.view("law"), unresolved="error")
+        engine.decide(lost, QUESTIONS, view=view, unresolved="error")
+    sent = engine.decide(lost, QUESTIONS, view=view)
+    assert sent.usage.unresolved_handles == 1
+    assert same(engine, sent.answers["words"], plain(engine, lost, QUESTIONS["words"]))
     with pytest.raises(PromptError, match="a string or messages"):
         engine.decide(7, QUESTIONS)
     with pytest.raises(OptionError, match="no option"):
