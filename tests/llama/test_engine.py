@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kp_core import PackStore, load_engine
+from kp_core import PackStore, Question, load_engine
 from kp_core.engines.shared import shared_engine
 from kp_core.errors import (
     ContextOverflowError,
@@ -22,6 +22,7 @@ from kp_core.errors import (
     UnsupportedRequestError,
 )
 from kp_core.packs.handle import Handle
+from kp_core.session.deciding import ballots_of
 from kp_llama import context as context_module
 from tests.ggufs import write_recurrent, write_windowed
 from tests.kits import NaiveComposer, check_engine
@@ -136,6 +137,36 @@ def test_users_at_once_get_the_bits_of_the_same_passes_in_a_fresh_context(llama,
         fresh.call(fresh.remove, 0)
         chosen = logits[range(len(answer.token_ids)), answer.token_ids]
         assert (logits.max(axis=1) - chosen).max() < 0.5
+
+
+def test_decisions_behind_a_pack_are_those_of_plain_strings_but_for_rounding(llama, store):
+    handle, view = store.put(llama.build_pack(TEXTS[1])), store.view("default")
+    questions = {
+        "words": Question("Does this text name a keeper?"),
+        "letters": Question("What was counted?", ["the ships at sea", "the stars"]),
+    }
+    llama.clear_cache()
+    together = llama.decide(str(handle), questions, view=view, rotations="all")
+    assert together.usage.pack_tokens == 4 * len(store.get(handle).token_ids)
+    assert together.usage.computed_tokens < together.usage.prompt_tokens
+    for name, question in questions.items():
+        answer = together.answers[name]
+        asked = [*ballots_of({0: question}, "all", llama.tokenizer)]
+        logits = [llama.prefill(f"{TEXTS[1]}\n\n{ballot.text}", reuse=False).logits for ballot in asked]
+        plain = question.decided([ballot.shares(row) for ballot, row in zip(asked, logits, strict=True)])
+        assert answer.probabilities == pytest.approx(plain.probabilities, abs=0.03)
+        assert plain.probabilities[answer.label] > plain.confidence - 0.06
+        assert sum(answer.probabilities.values()) == pytest.approx(1)
+    llama.clear_cache()
+    context = llama.engine.model.context
+    assert context.call(context.used_cells, llama.bytes_per_token) == 0
+
+
+def test_states_that_do_not_fit_are_not_decided(tiny_gguf):
+    small = load_engine(tiny_gguf, engine="llama", cells=512)
+    with pytest.raises(ContextOverflowError):
+        small.decide("word " * 600, {0: Question("Is it?")})
+    assert small.decide("word", {0: Question("Is it?"), 1: Question("Is it so?")}).answers.keys() == {0, 1}
 
 
 def test_users_of_one_pack_share_its_cells(llama, store):
