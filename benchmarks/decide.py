@@ -1,7 +1,8 @@
 """Decisions: what questions about one state cost, and how often the likeliest label is the right one.
 
 `--part times`: 1, 8 and 32 questions behind a pack of `--tokens` tokens, seconds of processor time, or wall time on a
-GPU: `decide` with the pack in memory, and from disk with an empty cache; the same tokens as one prompt behind the pack;
+GPU: `decide` with the pack in memory, from disk with an empty cache, and from disk in a new process that has answered
+something else before (once); the same tokens as one prompt behind the pack;
 the same questions one after another as answers of one token, and as answers held to a schema (of both, at most 8 are
 asked and the rest reckoned, as they are for `text`, where the state is sent as text and nothing is reused).
 
@@ -21,9 +22,11 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import islice
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,8 +64,9 @@ def _seconds(act: Callable[[], object], device: str) -> float:
     return clock() - begun
 
 
-def times(session: Session, tokens: int, device: str, folder: str) -> Iterator[dict[str, Any]]:
+def times(session: Session, arguments: argparse.Namespace, folder: str) -> Iterator[dict[str, Any]]:
     """A row for each number of questions."""
+    tokens, device = arguments.tokens, arguments.device
     text = "The river Lorne rises in the hills above Aldham and runs for ninety miles to the sea. " * (tokens // 10)
     text = session.tokenizer.decode(session.tokenizer.encode(text, add_special_tokens=False)[:tokens])
     handle = str(PackStore(folder).put(session.build_pack(text)))
@@ -77,7 +81,17 @@ def times(session: Session, tokens: int, device: str, folder: str) -> Iterator[d
                 else:
                     session.prefill(f"{handle}\n\nWhat?", view=PackStore(folder).view("default"))
                 found.setdefault(name, []).append(_seconds(act, device) * share)
-        yield {"questions": count} | {name: float(np.median(values)) for name, values in found.items()}
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            new = process.submit(_in_new_process, arguments, handle, folder, count).result()
+        medians = {name: float(np.median(values)) for name, values in found.items()}
+        yield {"questions": count, "new_process": new} | medians
+
+
+def _in_new_process(arguments: argparse.Namespace, handle: str, folder: str, count: int) -> float:
+    """Seconds of `from_disk` where the pack was never read, in a process that has answered something else."""
+    session = common.load_engine(arguments)
+    session.generate("Say hello.", max_tokens=1)
+    return _seconds(_ways(session, "", handle, folder, range(count))[0][0], arguments.device)
 
 
 def _ways(
@@ -220,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     session = common.load_engine(arguments)
     if arguments.part == "times":
         with common.scratch(session) as folder:
-            rows = list(times(session, arguments.tokens, arguments.device, folder))
+            rows = list(times(session, arguments, folder))
     elif arguments.part == "grade":
         with common.scratch(session) as folder:
             rows = list(graded(session, arguments, folder))

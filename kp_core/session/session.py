@@ -228,10 +228,10 @@ class Session(Shared):
         """The probability of each label of each question about `state`, a conversation as for `generate`.
 
         Nothing is decoded: a question ends the last user message, or is a new one, and the logits behind it are read at
-        the tokens of its labels. Labels of one token stand for themselves, others get letters. Where a label stands
-        in the list biases a model: `rotations` is how many orders are asked, of which the mean is taken, at most as
-        many as there are labels (`"all"`); each costs a question. Thinking is off. All questions are computed behind
-        one state, with the same result as each alone.
+        the tokens of its labels. Labels of one token stand for themselves, others get letters. Models favour places
+        in a list, so `rotations` orders of the labels are asked, at most as many as there are labels (`"all"`), and the
+        mean is taken; each order costs a question. Thinking is off. All questions are computed behind one state, with
+        the same result as each alone.
 
         Raises as `generate`, `OptionError` for bad questions, `UnsupportedRequestError` for models that cannot leave
         out thinking, and for engines on servers, and `ModelError` for logits that are no numbers.
