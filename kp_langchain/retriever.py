@@ -112,7 +112,7 @@ class WrappedRetriever(PackRetriever):
     _hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
         (*_OF_SEARCH, "search_kwargs", "search_type"),
         'The retriever inside searches: give it to that, e.g. `as_retriever(search_kwargs={"k": 4})`.',
-    )
+    ) | {"grade": "Only a `KnowledgePackRetriever` over a fact store grades; ask `KnowledgePackDecisions` behind this."}
 
     def compile(self, documents: Iterable[Document], *, progress: bool = True) -> list[str]:
         """Compile the packs of `documents` that have none, before anybody asks; returns the handles of all.

@@ -361,10 +361,10 @@ class Delivery:
         return self.engine
 
     def _compiled_when_idle(self, units: Sequence[Fact], engine: Session, since: object) -> list[Handle | None]:
-        """Return the handles of packs that are compiled, and compile the others when the engine is idle."""
+        """Return the handles of packs of this model; when idle, compile those that are not for this place yet."""
         is_lazy = self.kv == "lazy" or engine.is_lazy
         find = partial(find_compiled, session=engine, store=self.store, compiled_for=self.compiled_for, lazy=is_lazy)
-        compiled, _ = find(units)
+        compiled, stored = find(units)
         missing = [unit for unit in units if (unit.namespace, unit.text) not in compiled]
 
         def steps() -> Iterator[object]:
@@ -383,6 +383,10 @@ class Delivery:
         if missing:
             with suppress(ModelError):  # The next search finds them again.
                 engine.when_idle(steps)
+        # KV for another place is computed where the handle stands, as that of the text is. An edited pack may differ.
+        for unit, pack in stored.items():
+            if pack.fingerprint == engine.fingerprint and not pack.history:
+                compiled[unit] = self.store.handle(pack.text, pack.namespace)
         return [compiled.get((unit.namespace, unit.text)) for unit in units]
 
     def _lookup(self, unit: Fact) -> Handle | None:

@@ -389,6 +389,11 @@ def test_errors_say_what_to_do(collection, shelf):
             r"no option 'k'\. The retriever inside searches: give it to that, e\.g\. `as_retriever\(search_kwargs=",
         ),
         (
+            lambda: KnowledgePackRetriever.from_retriever(collection.as_retriever(), grade=0.5, **parts(shelf)),
+            OptionError,
+            "no option 'grade'. Only a `KnowledgePackRetriever` over a fact store grades",
+        ),
+        (
             lambda: KnowledgePackRetriever.from_retriever(collection.as_retriever(search_type="mrr"), **parts(shelf)),
             ValidationError,
             "search_type of mrr not allowed",

@@ -36,6 +36,7 @@ from kp_core.events import subscribe
 from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.template import ChatTemplate
 from kp_core.session.session import Session
+from kp_methods import edit
 from kp_methods.edit import edit_fact
 from tests.conftest import tiny_engine, until
 from tests.kits import CHATML, HashEmbedder, tiny_model, tiny_tokenizer
@@ -321,6 +322,25 @@ def test_what_is_compiled_when_its_turn_comes_is_not_waited_for(
     assert len(list(first())) > 2
     assert len(made.store) == 2  # type: ignore[arg-type]
     assert list(second()) == []
+
+
+def test_a_pack_for_another_place_is_delivered_while_it_waits_to_be_compiled_for_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, store, jobs = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer()), PackStore(tmp_path), list[Any]()
+    monkeypatch.setattr(engine, "when_idle", jobs.append)
+    known, other = (Fact(text, namespace="default") for text in ("Orla Venn keeps the lamp.", "The mill has sails."))
+    pack = engine.build_pack(known.text, namespace="default", compiled_for="system")
+    edited = edit.overwrite(pack, "Orla Venn", "Tam Rusk", engine)
+    handle, _ = store.put(pack), store.put(edited)
+    hits = [Hit(fact, 1.0) for fact in (known, other, replace(known, text=edited.text))]
+    found = Delivery(None, engine, store, precompile="idle", namespace="default").deliver(hits)
+    assert [each.handle for each in found] == [handle, None, None]
+    assert len(jobs) == 1
+    foreign = load_engine(tiny_model("qwen2"), tokenizer=tiny_tokenizer())
+    monkeypatch.setattr(foreign, "when_idle", jobs.append)
+    [found_by_foreign] = Delivery(None, foreign, store, precompile="idle", namespace="default").deliver(hits[:1])
+    assert found_by_foreign.handle is None
 
 
 GONE: dict[str, Callable[[Delivery, Fact, FactStore], object]] = {
