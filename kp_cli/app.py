@@ -99,6 +99,13 @@ class _Late(TyperGroup):
         name, _, arguments = super().resolve_command(ctx, args)
         return name, None if name is None else load_command(name), arguments
 
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - of Click, which Typer hides
+        """See `TyperGroup.invoke`. Newer releases of Typer would end at an interrupt without a word."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            raise typer.Abort from interrupt
+
 
 @functools.cache
 def load_command(name: str) -> Any:  # noqa: ANN401 - a command of Click

@@ -18,6 +18,11 @@ def own(model: str | None = None) -> Session:
     return tiny_engine.__wrapped__(model or "llama")
 
 
+def interrupted(model: str | None = None) -> Session:
+    """Ctrl-C while a model loads."""
+    raise KeyboardInterrupt
+
+
 class Bare:
     """The members of the seam and not one capability: the same short answer to everything."""
 

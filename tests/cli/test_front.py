@@ -162,6 +162,11 @@ def test_an_interrupt_while_libraries_load_is_one_line(bank: Path, library: str)
     assert library == "typer" or said[1] == "Loading libraries ...\n"
 
 
+def test_an_interrupt_of_a_command_says_what_is_stored(kp: Kp) -> None:
+    said = kp("build", "new", "--fact", "A mill.", "--compile", "--engine", "tests.cli.engines:interrupted")
+    assert said == (130, "", INTERRUPTED)
+
+
 def test_what_takes_long_is_said_and_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kp_cli._FIRST_S", 0.0)
     monkeypatch.setattr("kp_cli._EVERY_S", 0.01)
