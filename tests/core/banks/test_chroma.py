@@ -617,35 +617,3 @@ def test_facts_that_the_index_lost_are_found(tmp_path, monkeypatch, where):
         assert {hit.fact.id for hit in found} == {hit.fact.id for hit in expected}
         assert [hit.score for hit in found] == pytest.approx([hit.score for hit in expected], abs=1e-5)
         assert found[0].fact == expected[0].fact
-
-
-_OTHER_PROCESS = """
-import sys, kp_core as kp
-from tests.kits import HashEmbedder
-with kp.ChromaFactStore(sys.argv[1], HashEmbedder()) as store:
-    store.delete([fact.id for fact in store.facts()])
-    store.add([kp.Fact(f"new {{number}}") for number in range(150)])
-    {then}
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("then", ["", "store.rebuild()", "store.add([kp.Fact('x', namespace='n')])"])
-def test_a_reader_finds_what_another_process_has_written(tmp_path, then):
-    with ChromaFactStore(tmp_path, HashEmbedder()) as store:
-        store.add([Fact(f"old {number}") for number in range(150)])
-    with (
-        ChromaFactStore(tmp_path, HashEmbedder(), read_only=True) as reader,
-        ChromaFactStore(tmp_path, HashEmbedder(), read_only=True) as beside,
-    ):
-        assert reader.search("old 3", 1)[0].fact == beside.search("old 3", 1)[0].fact == Fact("old 3")
-        client = reader._client
-        assert len(reader.search("old 4", 5)) == 5
-        assert reader._client is client  # Nothing has changed.
-        for _round in range(3):
-            script = _OTHER_PROCESS.format(then=then)
-            subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)  # noqa: S603 - our own words
-            for store in (reader, beside):
-                assert len(list(store.facts(namespace="default"))) == 150
-                assert len(store.search("new 3", 500, namespace="default")) == 150
-                assert store.search("new 3", 1)[0].fact == Fact("new 3")

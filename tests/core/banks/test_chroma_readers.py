@@ -124,6 +124,9 @@ def test_a_reader_sees_what_another_process_changed(change, other, tmp_path):
         ChromaFactStore(tmp_path / "facts", HashEmbedder(), read_only=True) as beside,
     ):
         assert reader.search("old 3", 1)[0].fact.id == "id 3"  # Its index is in memory.
+        client = reader._client
+        assert len(reader.search("old 4", 5)) == 5
+        assert reader._client is client  # Nothing has changed.
         for _ in range(2):
             expected = other(tmp_path / "facts", *CHANGES[change])
             check(reader, expected)

@@ -68,7 +68,7 @@ def test_a_second_process_reads_and_a_restart_loses_nothing(at):
 
 
 def test_writers_that_are_killed_lose_nothing_acknowledged(at):
-    """20 kills at random moments; each writer goes on in the store that the one before left."""
+    """10 kills at random moments; each writer goes on in the store that the one before left."""
     chosen, acknowledged = random.Random(0), 0
     store = PackStore(at)
 
@@ -77,7 +77,7 @@ def test_writers_that_are_killed_lose_nothing_acknowledged(at):
             store.put(numbered(number))
             said.send(number)
 
-    for _ in range(20):
+    for _ in range(10):
         ours, theirs = FORK.Pipe(duplex=False)
         process = FORK.Process(target=write, args=(acknowledged, theirs))
         process.start()
@@ -92,7 +92,7 @@ def test_writers_that_are_killed_lose_nothing_acknowledged(at):
             except EOFError:
                 break
     direct = PackStore(ObjectBlobs(at, cache_bytes=0))
-    assert acknowledged >= 20
+    assert acknowledged >= 10
     assert all(same(direct.get(direct.handle(f"text {n}", "geo")), numbered(n)) for n in range(acknowledged))
     # What was under way is there as a whole, or not at all.
     assert list(direct.verify()) == []
