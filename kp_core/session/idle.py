@@ -103,7 +103,7 @@ class IdleQueue:
             future.set_exception(ModelError("The engine was closed before this background work was done."))
         except Exception as error:  # noqa: BLE001 - a job may fail in any way, and its future takes the error
             # At interpreter exit a job cannot use other threads. A later run meets the same work again.
-            is_exiting = not threading.main_thread().is_alive()
+            is_exiting = "interpreter shutdown" in str(error) or not threading.main_thread().is_alive()
             logger.log(logging.DEBUG if is_exiting else logging.WARNING, "Background work failed: %s", error)
             future.set_exception(error)
 

@@ -311,6 +311,19 @@ def test_background_work_is_bounded_ends_with_the_session_and_reports_errors():
         session.when_idle(lambda: None)
 
 
+def test_background_work_that_the_end_of_python_stops_is_no_warning(caplog):
+    session = Session(Parrot())
+
+    def job():
+        raise RuntimeError(said)
+
+    for said, warned in (("cannot schedule new futures after interpreter shutdown", False), ("Ouch", True)):
+        with pytest.raises(RuntimeError, match=said):
+            session.when_idle(job).result()
+        assert ("Background work failed" in caplog.text) is warned
+    session.close()
+
+
 def test_background_threads_share_one_exit_handler():
     session = Session(Parrot())
     before = atexit._ncallbacks()
