@@ -87,7 +87,8 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
         asked = [text for each in messages or () if each.role == "user" and (text := strip_handles(each.content or ""))]
         if self.facts is not None and self.left and asked and asked[-1].strip():
             left = [*map(Handle.parse, self.left)]
-            session, room = self._engine(), self._most() // 4
+            session, most = self._engine(), self._most()
+            room = max(most // 4, most - sum(map(self._size, self.handles)))
             found = await asyncio.to_thread(recalled, asked[-1], left, self.facts, session, self._view(), room=room)
             lines = [*lines, *(pack.handle for pack in found)]
         return "\n".join(lines)

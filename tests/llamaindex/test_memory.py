@@ -78,6 +78,18 @@ async def test_what_left_is_found_again(store):
     assert "\n".join(block.handles) == (await block.aget(asked)).partition("\n")[2]
 
 
+async def test_a_large_pack_that_left_is_found_where_there_is_room(store):
+    facts = MemoryFactStore(LetterEmbedder())
+    block = KnowledgePackMemoryBlock(engine=ENGINE, store=store, memory="search", facts=facts)
+    for number, letter in enumerate("abc"):
+        await block.aput([ChatMessage(f"The {letter * 9} has {number} sails.")])
+        block.memory_tokens = 2 * block._size(block.handles[0]) + 4  # A pack is more than a quarter, less than half.
+    assert (len(block.left), len(block.handles)) == (2, 1)
+    given = await block.aget([ChatMessage("How many sails has the aaaaaaaaa?")])
+    [found] = {str(handle) for *_, handle in find_handles(given)} - {*block.handles}
+    assert found in block.left
+
+
 def test_a_block_of_an_earlier_release_says_what_is_gone(store):
     with pytest.raises(OptionError, match="`memory_tokens` bounds the packs"):
         KnowledgePackMemoryBlock(store=store, max_handles=2)
