@@ -3,7 +3,9 @@
 import chromadb
 import numpy as np
 import pytest
-from llama_index.core import Document, VectorStoreIndex
+from llama_index.core import ChatPromptTemplate, Document, VectorStoreIndex
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.chat_engine.context import DEFAULT_CONTEXT_TEMPLATE
 from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
@@ -11,7 +13,7 @@ from llama_index.core.vector_stores import MetadataFilter, MetadataFilters
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from kp_core import Handle, load_engine
-from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor
+from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor, pack_place
 from tests.conftest import tiny_engine, until
 from tests.core.banks.test_chroma import ODD_IDS
 from tests.kits import CHATML, tiny_model, tiny_tokenizer
@@ -68,6 +70,14 @@ async def test_engines_and_filters(existing, store, usages):
     assert usages[-1]["pack_tokens"] > 0
     existing.as_chat_engine(ChatMode.CONTEXT, similarity_top_k=1, **settings).chat(QUESTION)
     assert usages[-1]["pack_tokens"] > 0
+
+
+def test_a_chat_engine_reads_packs_that_were_compiled_for_its_prompt(existing, store, usages):
+    place = pack_place(ChatPromptTemplate([ChatMessage(DEFAULT_CONTEXT_TEMPLATE, role="system")]))
+    packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=store, precompile="now", compiled_for=place)
+    llm = KnowledgePackLLM(engine=tiny_engine(), store=store, namespaces=["default"], max_tokens=4)
+    existing.as_chat_engine(ChatMode.CONTEXT, llm, similarity_top_k=1, node_postprocessors=[packs]).chat(QUESTION)
+    assert usages[-1]["reused_tokens"] >= usages[-1]["pack_tokens"] > 0
 
 
 VAULT = "The vault of Zyx opens with the number 4711."
