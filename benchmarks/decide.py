@@ -7,9 +7,9 @@ the same questions one after another as answers of one token, and as answers hel
 asked and the rest reckoned, as they are for `text`, where the state is sent as text and nothing is reused).
 
 `--part hotpotqa`: the comparison questions, between yes and no or between two titles. `--part personamem`: four
-options, over the nearest five passages. Of each way, right answers with a 95 % interval, the mean distance of
-confidence from accuracy in ten classes (`ece`), and the probability of so large a difference from the schema-held
-answer by chance (exact McNemar).
+replies, over the nearest five passages; an answer with a schema is the letter of one. Of each way, right answers with a
+95 % interval, the mean distance of confidence from accuracy in ten classes (`ece`), and the probability of so large a
+difference from the schema-held answer by chance (exact McNemar).
 
 `--part grade`: what `KnowledgePackRetriever(grade=0.5)` does with five documents of `--tokens` / 5 tokens for each of
 `--limit` questions (20): the share of those with the answer that it keeps, and of the others that it drops; and seconds
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -47,6 +48,7 @@ _REPEATS = 3
 _ASKED = 8
 _WAYS = ("from_disk", "decide", "one_prompt", "one_token", "schema", "text")
 _SETS, _DOCUMENTS, _GRADE, _GRADED = ("world", "single"), 5, 0.5, 20
+_OPTION = re.compile(r"\n\([abcd]\) ")
 _THINGS = ("river", "sea", "hill", "bridge", "town", "king", "forest", "boat")
 
 
@@ -54,7 +56,12 @@ class _Item(NamedTuple):
     state: str
     question: str
     labels: Sequence[str]
-    right: str
+    right: int
+    """The place of the right label."""
+    written: str
+    """The question as an answer with a schema is asked it."""
+    names: Sequence[str]
+    """The labels in that schema."""
 
 
 def _seconds(act: Callable[[], object], device: str) -> float:
@@ -128,7 +135,7 @@ def hotpotqa(arguments: argparse.Namespace) -> Iterator[_Item]:
         right = [label for label in labels if common.normalise(row["answer"]) in common.normalise(label)]
         if len(right) == 1 and len(labels) > 1:
             state = "\n\n".join(f"{fact['title']}: {fact['text']}" for fact in row["gold_facts"])
-            yield _Item(state, row["question"], labels, right[0])
+            yield _Item(state, row["question"], labels, labels.index(right[0]), row["question"], labels)
 
 
 def personamem(arguments: argparse.Namespace, session: Session) -> Iterator[_Item]:
@@ -141,7 +148,10 @@ def personamem(arguments: argparse.Namespace, session: Session) -> Iterator[_Ite
         memory = Memory(sessions[user], session, embedder)
         for one in of_user[:left]:
             texts, _ = memory.best(WAYS["personamem"][0], one.question)
-            yield _Item("\n\n".join(texts), one.question, list("abcd"), one.answers[-1])
+            question, *options = map(str.strip, _OPTION.split(one.question))
+            right = "abcd".index(one.answers[-1])
+            if len({*options}) == len(options):  # Two are alike now and then.
+                yield _Item("\n\n".join(texts), question, options, right, one.question, list("abcd"))
         left -= len(of_user)
 
 
@@ -149,16 +159,16 @@ def accuracy(session: Session, items: Sequence[_Item]) -> Iterator[dict[str, Any
     """A row for each way."""
     said: dict[str, list[tuple[bool, float]]] = {"schema": [], "decide": [], "all rotations": []}
     for item in track(items, "Deciding"):
-        answer = {"type": "object", "properties": {"answer": {"enum": [*item.labels]}}, "required": ["answer"]}
-        text = session.generate(f"{item.state}\n\n{item.question}", response_schema=answer, max_tokens=64).text
+        answer = {"type": "object", "properties": {"answer": {"enum": [*item.names]}}, "required": ["answer"]}
+        text = session.generate(f"{item.state}\n\n{item.written}", response_schema=answer, max_tokens=64).text
         chosen = ""
         with suppress(ValueError):
             chosen = json.loads(text)["answer"]
-        said["schema"].append((chosen == item.right, 1.0))
+        said["schema"].append((chosen == item.names[item.right], 1.0))
         question = {0: Question(item.question, item.labels)}
         for way, rotations in (("decide", 1), ("all rotations", len(item.labels))):
             decision = session.decide(item.state, question, rotations=rotations).answers[0]
-            said[way].append((decision.label == item.right, decision.confidence))
+            said[way].append((decision.label == item.labels[item.right], decision.confidence))
     for way, answers in said.items():
         right, confidence = np.array(answers, float).T
         classes = np.minimum((confidence * 10).astype(int), 9)
