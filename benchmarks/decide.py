@@ -2,9 +2,9 @@
 
 `--part times`: 1, 8 and 32 questions behind a pack of `--tokens` tokens, seconds of processor time, or wall time on a
 GPU: `decide` with the pack in memory, from disk with an empty cache, and from disk in a new process that has answered
-something else before (once); the same tokens as one prompt behind the pack;
-the same questions one after another as answers of one token, and as answers held to a schema (of both, at most 8 are
-asked and the rest reckoned, as they are for `text`, where the state is sent as text and nothing is reused).
+something else before (once); the same tokens as one prompt behind the pack; the same questions one after another as
+answers of one token, and as answers held to a schema (of both, at most 8 are asked and the rest reckoned, as they are
+for `text`, where the state is sent as text and nothing is reused).
 
 `--part hotpotqa`: the comparison questions, between yes and no or between two titles. `--part personamem`: four
 replies, over the nearest five passages; an answer with a schema is the letter of one. Of each way, right answers with a
