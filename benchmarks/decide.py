@@ -9,7 +9,8 @@ for `text`, where the state is sent as text and nothing is reused).
 `--part hotpotqa`: the comparison questions, between yes and no or between two titles. `--part personamem`: four
 replies, over the nearest five passages; an answer with a schema is the letter of one. Of each way, right answers with a
 95 % interval, the mean distance of confidence from accuracy in ten classes (`ece`), and the probability of so large a
-difference from the schema-held answer by chance (exact McNemar).
+difference from the schema-held answer by chance (exact McNemar). With `--json OUT`, each question is written to OUT
+with the ending `.jsonl` when it is done, and the same command goes on there.
 
 `--part grade`: what `KnowledgePackRetriever(grade=0.5)` does with five documents of `--tokens` / 5 tokens for each of
 `--limit` questions (20): the share of those with the answer that it keeps, and of the others that it drops; and seconds
@@ -28,6 +29,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +37,7 @@ from rich.progress import track
 from scipy.stats import binomtest
 
 from benchmarks import common
+from benchmarks.answers import read_log
 from benchmarks.memory import WAYS, Memory, read_set
 from benchmarks.questions import questions
 from kp_core import Fact, PackStore, Question, Session
@@ -155,20 +158,18 @@ def personamem(arguments: argparse.Namespace, session: Session) -> Iterator[_Ite
         left -= len(of_user)
 
 
-def accuracy(session: Session, items: Sequence[_Item]) -> Iterator[dict[str, Any]]:
-    """A row for each way."""
+def accuracy(session: Session, items: Sequence[_Item], log: Path | None, cell: str) -> Iterator[dict[str, Any]]:
+    """A row for each way. Each question is written to `log` when it is done, and taken from there."""
     said: dict[str, list[tuple[bool, float]]] = {"schema": [], "decide": [], "all rotations": []}
-    for item in track(items, "Deciding"):
-        answer = {"type": "object", "properties": {"answer": {"enum": [*item.names]}}, "required": ["answer"]}
-        text = session.generate(f"{item.state}\n\n{item.written}", response_schema=answer, max_tokens=64).text
-        chosen = ""
-        with suppress(ValueError):
-            chosen = json.loads(text)["answer"]
-        said["schema"].append((chosen == item.names[item.right], 1.0))
-        question = {0: Question(item.question, item.labels)}
-        for way, rotations in (("decide", 1), ("all rotations", len(item.labels))):
-            decision = session.decide(item.state, question, rotations=rotations).answers[0]
-            said[way].append((decision.label == item.labels[item.right], decision.confidence))
+    done = {number: line["record"] for number, line in read_log(log).get(cell, {}).items()} if log else {}
+    for number, item in enumerate(track(items, "Deciding")):
+        if number not in done:
+            done[number] = dict(_said(session, item))
+            if log:
+                with log.open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps({"cell": cell, "number": number, "record": done[number]}) + "\n")
+        for way, answers in said.items():
+            answers.append(tuple(done[number][way]))
     for way, answers in said.items():
         right, confidence = np.array(answers, float).T
         classes = np.minimum((confidence * 10).astype(int), 9)
@@ -185,6 +186,20 @@ def accuracy(session: Session, items: Sequence[_Item]) -> Iterator[dict[str, Any
             "ece": float(sum(gaps) / len(right)) if way != "schema" else None,
             "p": float(binomtest(only[0], sum(only)).pvalue) if sum(only) else 1.0,
         }
+
+
+def _said(session: Session, item: _Item) -> Iterator[tuple[str, tuple[bool, float]]]:
+    """Of each way, whether its answer is right, and its confidence."""
+    answer = {"type": "object", "properties": {"answer": {"enum": [*item.names]}}, "required": ["answer"]}
+    text = session.generate(f"{item.state}\n\n{item.written}", response_schema=answer, max_tokens=64).text
+    chosen = ""
+    with suppress(ValueError):
+        chosen = json.loads(text)["answer"]
+    yield "schema", (chosen == item.names[item.right], 1.0)
+    question = {0: Question(item.question, item.labels)}
+    for way, rotations in (("decide", 1), ("all rotations", len(item.labels))):
+        decision = session.decide(item.state, question, rotations=rotations).answers[0]
+        yield way, (decision.label == item.labels[item.right], decision.confidence)
 
 
 def graded(session: Session, arguments: argparse.Namespace, folder: str) -> Iterator[dict[str, Any]]:
@@ -250,7 +265,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             rows = list(graded(session, arguments, folder))
     else:
         items = hotpotqa(arguments) if arguments.part == "hotpotqa" else personamem(arguments, session)
-        rows = list(accuracy(session, list(items)))
+        log = arguments.json and arguments.json.with_suffix(".jsonl")
+        cell = json.dumps([arguments.part, str(arguments.model), arguments.dtype])
+        rows = list(accuracy(session, list(items), log, cell))
     columns = tuple(rows[0])
     common.show_table(f"Decisions: {arguments.part}", columns, [tuple(row.values()) for row in rows])
     figures = {"part": arguments.part, "tokens": arguments.tokens, "rows": rows}
