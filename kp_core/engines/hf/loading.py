@@ -46,6 +46,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan.request import refuse_unknown
 from kp_core.prompt.template import ChatTemplate
 from kp_core.session.session import Session
+from kp_core.threads import threads_for_free_cores
 
 LOADING = ("attn_implementation", "device_map", "quantization_config", "revision", "token", "torch_dtype")
 """Further arguments of `load` for `from_pretrained`; `torch_dtype` is an older name of `dtype`."""
@@ -91,7 +92,8 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     refuse_unknown(loading, [*signature(load_session).parameters, *LOADING], "load_engine")
     source = bundled_model() if model is None else model
     stamp = stamp_files(source) if isinstance(source, str | Path) else {}
-    with without_collection():  # It takes half of the time in which a large vocabulary is read, for nothing.
+    # Collection takes half of the time in which a large vocabulary is read, for nothing.
+    with threads_for_free_cores(), without_collection():
         loaded, hf_tokenizer = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code, **loading)
         # Made first, so that a missing template is reported before the model is probed.
         template = ChatTemplate(hf_tokenizer, template_options)
