@@ -9,7 +9,6 @@ Ways:
 - one bank: the nearest bank alone, as in the Knowledge Packs paper; four banks: the four nearest.
 - flat: the search of the store as it is by default.
 - chroma: the same collection asked directly, for the same texts and metadata, in turns with flat.
-- with BM25: the first 50 of flat, put into another order by `LexicalReranker`.
 
 Recall@k is the share of the k nearest facts of exact search over the embedder's own floats; gold@k how many of the
 paragraphs that the answer needs are among the first k, of as many as there can be. Latencies are of one query whose
@@ -34,14 +33,13 @@ from rich.progress import track
 from benchmarks import common
 from benchmarks.synthetic import synthetic
 from kp_core import ChromaFactStore, Fact, SentenceTransformerEmbedder, bundled_embedder
-from kp_core.banks import LexicalReranker, Reranker
 from kp_core.banks.client import open_client
 
 __all__ = ["main", "run"]
 
 _KS = (1, 2, 5)
 _MOST = max(_KS)
-_MEANING = ("one bank", "four banks", "flat", "chroma")
+_WAYS = ("one bank", "four banks", "flat", "chroma")
 _SYNTHETIC = (100, 1000, 5000)
 
 Floats = NDArray[np.float32]
@@ -81,9 +79,9 @@ def knowledge(data: Path, limit: int | None) -> tuple[list[str], list[str], list
 def ways(store: ChromaFactStore, client: Any) -> dict[str, Search]:  # noqa: ANN401 - the library's own type
     """The searches that are compared: from a question and its vector to texts."""
 
-    def found(probes: int | None, rerank: Reranker | None = None) -> Search:
+    def found(probes: int | None) -> Search:
         def search(question: str, _: Floats) -> list[str]:
-            return [hit.fact.text for hit in store.search(question, _MOST, probes=probes, rerank=rerank)]
+            return [hit.fact.text for hit in store.search(question, _MOST, probes=probes)]
 
         return search
 
@@ -93,8 +91,7 @@ def ways(store: ChromaFactStore, client: Any) -> dict[str, Search]:  # noqa: ANN
         answer = collection.query(query_embeddings=[query], n_results=_MOST)
         return list(answer["documents"][0])
 
-    each = (found(1), found(4), found(None), chroma)
-    return {**dict(zip(_MEANING, each, strict=True)), "with BM25": found(None, LexicalReranker())}
+    return dict(zip(_WAYS, (found(1), found(4), found(None), chroma), strict=True))
 
 
 def compare(
@@ -116,8 +113,7 @@ def compare(
             found = search(question, query)
             seconds[name].append(time.perf_counter() - began)
             for k in _KS:
-                if name in _MEANING:
-                    shares[name][f"recall@{k}"].append(len(set(found[:k]) & set(truth[:k])) / k)
+                shares[name][f"recall@{k}"].append(len(set(found[:k]) & set(truth[:k])) / k)
                 shares[name][f"gold@{k}"].append(len(set(found[:k]) & needed) / min(k, len(needed)))
     return {
         name: {part: common.mean(values) for part, values in shares[name].items()}

@@ -70,6 +70,7 @@ _GONE = {
         for command in ("build", "edit", "remove", "search", "ask", "status", "verify")
         for option in ("tenant", "database", "header")
     },
+    **dict.fromkeys(("ask --lexical", "search --lexical"), "a question is compared by meaning alone"),
     "steer calibrate": "use `python -m benchmarks.steering_range FILE` of the repository",
 }
 """Commands and options of earlier releases, and what to use instead."""

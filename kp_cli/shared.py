@@ -21,7 +21,7 @@ from rich.segment import Segment
 from rich.table import Table
 
 from kp_cli import importing, waiting
-from kp_core.banks import ChromaFactStore, Fact, Filter, Hit, LexicalReranker
+from kp_core.banks import ChromaFactStore, Fact, Filter, Hit
 from kp_core.banks.base import content_id
 from kp_core.banks.client import is_fact_store, is_url
 from kp_core.banks.embed import SentenceTransformerEmbedder
@@ -114,16 +114,14 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Options for the facts that a question may find, and for their order."""
+    """Options for the facts that a question may find."""
 
     where: Where = None
     namespace: MaybeNamespace = None
-    lexical: Annotated[bool, typer.Option(help="Also compare words (BM25): names, numbers, codes.")] = False
 
     def keywords(self) -> dict[str, Any]:
         """The options as keywords of `FactStore.search`."""
-        rerank = LexicalReranker() if self.lexical else None
-        return {"where": filter_of(self.where), "namespace": self.namespace, "rerank": rerank}
+        return {"where": filter_of(self.where), "namespace": self.namespace}
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ _GONE: Mapping[str, str] = {
     "order": "packs stand as they are given: give them in the order of an earlier request",
     "pin": "the KV that was used last stays in memory, as much as cache_bytes allows",
     "max_handles": "`memory_tokens` bounds the packs of a memory",
+    "rerank": "LangChain and LlamaIndex have rerankers; put packs to their texts behind them",
     "recognise": "a text is a text: send the handle of its pack (content='handle' of a retriever, or to_handles)",
     "mismatch='accept'": "'rebuild' computes packs of other numerics anew from their text",
     "upgrade": "a request with composer='exact' computes the exact KV and keeps it",

@@ -26,7 +26,7 @@ from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kp_core import Embedder, Fact, FactStore, Handle, KnowledgePack, Message, Question, Session
-from kp_core.banks import Filter, Hit, Reranker
+from kp_core.banks import Filter, Hit
 from kp_core.banks.compiling import Unit, open_facts
 from kp_core.banks.delivery import KV, Delivery, Found, Precompile
 from kp_core.errors import FactError, OptionError
@@ -43,7 +43,7 @@ from kp_methods.edit import How, edit_fact
 logger = logging.getLogger(__name__)
 
 _LOOKED_UP = 200
-_OF_SEARCH = ("k", "probes", "where", "score_threshold", "rerank")
+_OF_SEARCH = ("k", "probes", "where", "score_threshold")
 _PER_CALL = (*_OF_SEARCH, "grade")
 _HELPS = "Does this help to answer the question below?\n\n{}"
 
@@ -181,7 +181,7 @@ class KnowledgePackRetriever(PackRetriever, DocumentIndex):
     unless it has such a field or the value is empty. `kp` holds `handle`, `score`, `id` and `bank`. With `unit="bank"`
     a document is a whole bank of about twenty facts, one per line, with `unit="document"` all facts of a source.
 
-    `probes`, `where`, `score_threshold` and `rerank` are those of `Delivery.search`. Like `k`, they may also be given
+    `probes`, `where` and `score_threshold` are those of `Delivery.search`. Like `k`, they may also be given
     to `invoke`, and so may `grade`: documents of which `engine` gives less than this probability that they help to
     answer are left out (`Session.decide`, a short pass for each). Scores are cosines.
 
@@ -193,7 +193,6 @@ class KnowledgePackRetriever(PackRetriever, DocumentIndex):
     probes: int | None = Field(default=None, ge=1)
     where: dict[str, Any] | None = None
     score_threshold: float | None = None
-    rerank: Reranker | None = Field(default=None, exclude=True)
     grade: float | None = Field(default=None, ge=0, le=1)
     unit: Unit = "fact"
 

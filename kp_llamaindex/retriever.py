@@ -18,7 +18,7 @@ from llama_index.core.schema import BaseNode, ImageNode, IndexNode, NodeWithScor
 from llama_index.core.vector_stores.types import MetadataFilters
 
 from kp_core import Fact, FactStore, Session
-from kp_core.banks import Hit, Reranker
+from kp_core.banks import Hit
 from kp_core.banks.compiling import open_facts
 from kp_core.banks.delivery import Delivery
 from kp_core.errors import FactError
@@ -56,9 +56,9 @@ class KnowledgePackRetriever(BaseRetriever):
     The model gets the handle; everybody else (rerankers, evaluators, citations, people) reads the text. With
     `content="text"` the nodes have no handle.
 
-    `filters` selects facts by the metadata of their nodes. `probes`, `score_cutoff` (its `score_threshold`) and
-    `rerank` are those of `Delivery.search`. Scores are cosines. `packing`: `engine`, `namespace`,
-    `unit`, `compiled_for`, `lazy`, `precompile` and `compress`, as in `Delivery`.
+    `filters` selects facts by the metadata of their nodes. `probes` and `score_cutoff` (its `score_threshold`)
+    are those of `Delivery.search`. Scores are cosines. `packing`: `engine`, `namespace`, `unit`, `compiled_for`,
+    `lazy`, `precompile` and `compress`, as in `Delivery`.
 
     Raises `OptionError` for options that do not exist, and the errors of `FactStore.search`.
     """
@@ -72,7 +72,6 @@ class KnowledgePackRetriever(BaseRetriever):
         probes: int | None = None,
         filters: MetadataFilters | None = None,
         score_cutoff: float | None = None,
-        rerank: Reranker | None = None,
         content: Literal["handle", "text"] = "handle",
         callback_manager: CallbackManager | None = None,
         verbose: bool = False,
@@ -84,7 +83,7 @@ class KnowledgePackRetriever(BaseRetriever):
         super().__init__(callback_manager=callback_manager, verbose=verbose)
         self.delivery = _delivery_of(open_facts(fact_store), store, **packing)
         self.similarity_top_k, self.probes, self.filters = similarity_top_k, probes, filters
-        self.score_cutoff, self.rerank, self.content = score_cutoff, rerank, content
+        self.score_cutoff, self.content = score_cutoff, content
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         results = self.delivery.search(
@@ -93,7 +92,6 @@ class KnowledgePackRetriever(BaseRetriever):
             probes=self.probes,
             where=None if self.filters is None else to_where(self.filters),
             score_threshold=self.score_cutoff,
-            rerank=self.rerank,
         )
         nodes = []
         for result in results:

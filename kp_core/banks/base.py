@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 from kp_core.errors import FactError
 from kp_core.packs.handle import check_namespace
@@ -121,18 +121,6 @@ class Added:
     def __add__(self, other: Added) -> Added:
         superseded = self.superseded + other.superseded
         return Added(self.added + other.added, self.duplicates + other.duplicates, superseded)
-
-
-@runtime_checkable
-class Reranker(Protocol):
-    """Sorts the hits of a search into a better order; see `kp_core.banks.rerank`."""
-
-    @property
-    def depth(self) -> int:
-        """How many hits to rerank, if a caller wants fewer."""
-
-    def __call__(self, question: str, hits: Sequence[Hit]) -> list[Hit]:
-        """Return all `hits`, best first; they come nearest first."""
 
 
 def _plain(name: str, value: Any, depth: int = 0) -> Value:  # noqa: ANN401 - whatever a user gives

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
-from kp_core.banks import Added, Fact, FactStore, Filter, Hit, Reranker
+from kp_core.banks import Added, Fact, FactStore, Filter, Hit
 from kp_core.banks.base import content_id
 from kp_core.banks.compiling import Unit, compile_facts, find_compiled
-from kp_core.banks.rerank import hits_wanted
 from kp_core.errors import FactError, ModelError, PackError, PackNotFoundError, gone
 from kp_core.events import log_event
 from kp_core.packs.codec import Compression
@@ -214,7 +213,6 @@ class Delivery:
         where: Filter | None = None,
         namespace: str | None = None,
         score_threshold: float | None = None,
-        rerank: Reranker | None = None,
     ) -> list[Found]:
         """Return the `k` units with the best facts, best first; raises as `FactStore.search`.
 
@@ -223,11 +221,10 @@ class Delivery:
         """
         namespace = self.namespace if namespace is None else check_namespace(namespace)
         threshold = -math.inf if score_threshold is None else score_threshold
-        # Use all hits that a reranker saw, because the best fact of a unit may be anywhere in it.
-        count = max(hits_wanted(k, rerank), k if self.unit == "fact" else _GROWTH * k)
+        count = k if self.unit == "fact" else _GROWTH * k
         while True:
             by_unit: dict[object, Hit] = {}
-            hits = self.facts.search(question, count, probes=probes, where=where, namespace=namespace, rerank=rerank)
+            hits = self.facts.search(question, count, probes=probes, where=where, namespace=namespace)
             passing = [hit for hit in hits if hit.score >= threshold]
             for key, hit in zip(self._keys([hit.fact for hit in passing], self.unit), passing, strict=True):
                 by_unit.setdefault(key, hit)

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kp_core.banks.base import LATEST, Added, Fact, Filter, Hit, Reranker
+from kp_core.banks.base import LATEST, Added, Fact, Filter, Hit
 from kp_core.banks.embed import Embedder, as_embedder, checked_vectors, normalised
 from kp_core.banks.filters import predicate
-from kp_core.banks.rerank import hits_wanted
 from kp_core.bundled import needing
 from kp_core.errors import FactError
 from kp_core.pickling import Shared
@@ -146,7 +145,7 @@ class FactStore(Shared, ABC):
         where = "" if namespace is None else f" in the namespace {namespace!r}"
         raise FactError(f"There is no fact with the id {fact_id!r}{where}.")
 
-    def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
+    def search(
         self,
         question: str,
         k: int = 4,
@@ -154,30 +153,27 @@ class FactStore(Shared, ABC):
         probes: int | None = None,
         where: Filter | None = None,
         namespace: str | None = None,
-        rerank: Reranker | None = None,
     ) -> list[Hit]:
         """Return the `k` facts nearest to `question`, best first; fewer only if there are fewer.
 
         `probes=None` searches all facts. A number searches only the `probes` banks with the nearest centroids, as in
         the paper, and further ones until there are `k` facts. Facts with equal texts are separate hits. `where`
         filters facts (see `kp_core.banks.filters`).
-        `rerank` sorts the best `rerank.depth` hits.
 
         Raises `FactError` for a blank question, invalid arguments, and an empty store.
         """
-        shortlist_size = hits_wanted(k, rerank)
-        if probes is not None and (not isinstance(probes, int) or probes < 1):
-            raise FactError(f"Got probes={probes!r}; expected at least 1.")
+        for name, number in {"k": k, "probes": 1 if probes is None else probes}.items():
+            if not isinstance(number, int) or number < 1:
+                raise FactError(f"Got {name}={number!r}; expected at least 1.")
         predicate({} if where is None else where)
         query, spaces = self._query(question), self._spaces(namespace)
         if probes is None:
-            hits = [hit for space in spaces for hit in self._nearest(space, query, shortlist_size, where)]
+            hits = [hit for space in spaces for hit in self._nearest(space, query, k, where)]
         else:
-            hits = self._probed(spaces, query, shortlist_size, probes, where)
+            hits = self._probed(spaces, query, k, probes, where)
         if not hits and not self.namespaces():
             raise FactError("The store holds no facts yet. Add at least one first.")
-        nearest = sorted(hits, key=lambda hit: (-hit.score, hit.fact.id))[:shortlist_size]
-        return (nearest if rerank is None or len(nearest) < 2 else rerank(question, nearest))[:k]
+        return sorted(hits, key=lambda hit: (-hit.score, hit.fact.id))[:k]
 
     def namespaces(self) -> tuple[str, ...]:
         """The namespaces that have facts, in alphabetical order."""

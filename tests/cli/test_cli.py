@@ -90,8 +90,6 @@ def test_build_search_add_remove(kp: Kp, bank: Path) -> None:
     assert (hit["id"], hit["text"], hit["bank"]) == ("ferry", "The ferry leaves at nine.", None)
     hits = as_json(kp("search", "bank", "x", "--where", '{"year": {"$lt": 1900}}', "--json"))["hits"]
     assert [hit["id"] for hit in hits] == ["mill"]
-    hits = as_json(kp("search", "bank", "The heron flag", "--lexical", "-k", "1", "--json"))["hits"]
-    assert [hit["id"] for hit in hits] == ["bird"]
 
 
 def test_rows_that_make_no_fact_stop_a_build_or_are_counted(kp: Kp, tmp_path: Path) -> None:

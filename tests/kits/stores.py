@@ -212,17 +212,11 @@ def _check_search(store: FactStore, embedder: HashEmbedder) -> None:
         _same("`search` returns the `k` nearest facts that match, nearest first.", _ids(hits), expected)
         close = [abs(hit.score - scores[hit.fact.id]) < 1e-3 for hit in hits]
         holds("The score of a hit is its cosine with the question.", all(close))
-    _same(
-        "`rerank` sorts the best `depth` hits, of which the first `k` are returned.",
-        _ids(store.search("q", 3, rerank=_Reversing())),
-        [fact.id for fact in nearest[:7]][::-1][:3],
-    )
     for rule, call in {
         "`search` refuses a blank question.": lambda: store.search(" "),
         "`search` refuses `k` below 1.": lambda: store.search("q", 0),
         "`search` refuses `probes` below 1.": lambda: store.search("q", probes=0),
         "`search` refuses an invalid filter.": lambda: store.search("q", where={"odd": {"$near": 1}}),
-        "`search` refuses a `rerank` that is no Reranker.": lambda: store.search("q", rerank="no"),  # type: ignore[arg-type]
     }.items():
         _fails(rule, call)
 
@@ -270,15 +264,6 @@ def _check_banks(store: FactStore, _: HashEmbedder) -> None:
 
 def _ids(hits: Sequence[Hit]) -> list[str]:
     return [hit.fact.id for hit in hits]
-
-
-class _Reversing:
-    """A reranker that reverses seven hits."""
-
-    depth = 7
-
-    def __call__(self, question: str, hits: Sequence[Hit]) -> list[Hit]:
-        return list(hits)[::-1]
 
 
 def holds(rule: str, truth: bool) -> None:  # noqa: FBT001 - it is what an `assert` is given

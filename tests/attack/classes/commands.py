@@ -86,7 +86,7 @@ def _arguments(draw: Random, folder: Path, handles: list[str]) -> list[str]:
     command = draw.choice(
         (
             ["search", place, said(), *where, *space, *count, *(["--probes", draw.choice(_NUMBERS)] if draw.random() < 0.2 else [])],
-            ["search", "bank", said(), *where, *draw.choice(([], ["--lexical"]))],
+            ["search", "bank", said(), *where],
             ["ask", place, said(), *where, *count, *_TINY, *draw.choice(([], ["--text"], ["--explain"], ["--composer", said()]))],
             ["status", place], ["verify", place], ["verify", "bank", "--repair"],
             ["remove", place, draw.choice(ids), *where], ["remove", "bank", "--source", said(), "--dry-run"],
