@@ -1,13 +1,9 @@
-"""Word, PDF, HTML, slides, sheets: markitdown makes Markdown of them, and the reader of Markdown facts of that.
-
-A warning names what it leaves out.
-"""
+"""Word, PDF, HTML, slides, sheets: markitdown makes Markdown of them, and the reader of Markdown facts of that."""
 
 from __future__ import annotations
 
 import importlib
 import io
-import logging
 import re
 import warnings
 import zipfile
@@ -16,15 +12,13 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
-from kp_cli.sources.left_out import left_out_of_office, left_out_of_pdf, texts_of
 from kp_cli.sources.texts import Draft, paragraphs
 from kp_core.bundled import needing
 from kp_core.errors import FactError
 
-logger = logging.getLogger(__name__)
-
 # An Office file may unpack to this many bytes, or this many times its own size; text compresses to a tenth.
 _LARGEST, _TIMES = 100_000_000, 20
+_DEEPEST = 500  # Elements of XML in each other; converters descend by recursion.
 _DEEPEST_FORMS = 6  # Forms of a PDF that draw each other; each may draw the next many times.
 _MOST_CHARS = 1_000_000  # Of a page of PDF; forms that draw each other could make any number.
 _PLAIN = {"strip": ["a", "b", "em", "i", "strong", "u"], "escape_asterisks": False, "escape_underscores": False}
@@ -40,8 +34,8 @@ def read_converted(path: Path, max_chars: int, encoding: str | None = None) -> I
     """Yield the paragraphs and table rows of a document, under the headings above them or its title.
 
     Those of a PDF have `page` in their metadata, those of slides `slide`. A PDF's page with only images is an error.
-    Text that is left out is named in a warning.
-    Raises `MissingDependencyError` if markitdown is not installed.
+    What markitdown leaves out (comments, headers, tracked deletions) is left out. Raises `MissingDependencyError` if
+    markitdown is not installed.
     """
     with needing(f"{path}: reading {path.suffix} needs markitdown", "files"):
         converters = importlib.import_module("markitdown.converters")
@@ -72,7 +66,8 @@ def _document(path: Path, kind: str, convert: _Convert, max_chars: int) -> Itera
         unclosed = data.find(b"<!--", data.rfind(b"-->") + 1)
         data = data if unclosed < 0 else data[:unclosed]
     try:
-        texts = [] if kind == "Html" else _checked_texts(data)
+        if kind != "Html":
+            _check_office(data)
         converted = convert(data)
     except Exception as error:  # noqa: BLE001 - of a damaged file the libraries raise whatever their codecs do
         yield "line 1", FactError(f"is not {path.suffix.lower()}, or damaged ({error or type(error).__name__})")
@@ -81,7 +76,6 @@ def _document(path: Path, kind: str, convert: _Convert, max_chars: int) -> Itera
     if "\0" in text:
         yield "line 1", FactError("is not text in any known encoding")
         return
-    _tell(path, left_out_of_office(texts, text))
     if kind == "Xlsx":
         text = _EMPTY_CELL.sub("  ", _EMPTY_CELL.sub("  ", text))
     before, *slides = _SLIDE.split(text)
@@ -99,7 +93,7 @@ def _pages(path: Path, convert: _Convert, max_chars: int) -> Iterator[Draft]:
     try:
         with pypdfium2.PdfDocument(path) as document:
             title, pages = document.get_metadata_value("Title").strip(), len(document)
-        told, nested = left_out_of_pdf(path), _nested_pages(path)
+        nested = _nested_pages(path)
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001 - as above
@@ -116,7 +110,6 @@ def _pages(path: Path, convert: _Convert, max_chars: int) -> Iterator[Draft]:
             continue
         for fields in _facts_of(text, max_chars, title):
             yield f"page {number}", fields | {"page": number}
-    _tell(path, told)
 
 
 def _page(path: Path, number: int, convert: _Convert, *, is_nested: bool) -> str:
@@ -146,20 +139,22 @@ def _facts_of(text: str, max_chars: int, title: str = "") -> Iterator[dict[str, 
             yield {"text": fields["text"], "title": fields["title"] or title}
 
 
-def _tell(path: Path, missing: list[str]) -> None:
-    if missing:
-        logger.warning("%s: left out: %s", path, ", ".join(missing))
+def _check_office(data: bytes) -> None:
+    """Raise `ValueError` for an Office file that would fill the memory, or take for ever."""
+    from defusedxml.ElementTree import iterparse
 
-
-def _checked_texts(data: bytes) -> list[tuple[str, str, bool]]:
-    """The texts of an Office file. Raises `ValueError` for one that would fill the memory, or take for ever."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         unpacked = sum(member.file_size for member in archive.infolist())
         if unpacked > max(_LARGEST, _TIMES * len(data)):
             raise ValueError(f"{len(data):,} bytes that unpack to {unpacked:,}")
         if damaged := archive.testzip():  # It unpacks in small pieces, as the archive may state false sizes.
             raise ValueError(f"{damaged} is damaged")
-        return list(texts_of(archive))
+        for name in [name for name in archive.namelist() if name.endswith(".xml")]:
+            depth = 0
+            for event, _ in iterparse(archive.open(name), ("start", "end")):
+                depth += 1 if event == "start" else -1
+                if depth > _DEEPEST:
+                    raise ValueError(f"more than {_DEEPEST} elements deep")
 
 
 def _nested_pages(path: Path) -> set[int]:
