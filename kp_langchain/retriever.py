@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 _LOOKED_UP = 200
 _OF_SEARCH = ("k", "probes", "where", "score_threshold")
 _PER_CALL = (*_OF_SEARCH, "grade")
+_PACKING = ("compiled_for", "compress", "kv", "namespace", "precompile")
 _HELPS = "Does this help to answer the question below?\n\n{}"
 
 
@@ -83,13 +84,9 @@ class PackRetriever(BaseRetriever):
         self._delivery()  # It raises for an invalid namespace.
         return self
 
-    def _delivery(self) -> Delivery:
-        return Delivery(None, self.engine, self.store, **self._packing)
-
-    @property
-    def _packing(self) -> dict[str, Any]:
-        names = ("compiled_for", "compress", "kv", "namespace", "precompile")
-        return {name: getattr(self, name) for name in names}
+    def _delivery(self, facts: FactStore | None = None, **settings: Any) -> Delivery:
+        settings |= {name: getattr(self, name) for name in _PACKING}
+        return Delivery(facts, self.engine, self.store, **settings)
 
     def _packed(self, document: Document, found: Found, **known: object) -> Document:
         """`document` with the pack that was `found` for it, and with further metadata (`known`)."""
@@ -181,8 +178,8 @@ class KnowledgePackRetriever(PackRetriever, DocumentIndex):
     unless it has such a field or the value is empty. `kp` holds `handle`, `score`, `id` and `bank`. With `unit="bank"`
     a document is a whole bank of about twenty facts, one per line, with `unit="document"` all facts of a source.
 
-    `probes`, `where` and `score_threshold` are those of `Delivery.search`. Like `k`, they may also be given
-    to `invoke`, and so may `grade`: documents of which `engine` gives less than this probability that they help to
+    `probes`, `where` and `score_threshold` are those of `Delivery.search`. Like `k`, they may also be given to
+    `invoke`, and so may `grade`: documents of which `engine` gives less than this probability that they help to
     answer are left out (`Session.decide`, a short pass for each). Scores are cosines.
 
     Raises `OptionError` for options that do not exist, `FactError` for a blank question and a store without facts.
@@ -223,7 +220,7 @@ class KnowledgePackRetriever(PackRetriever, DocumentIndex):
     def from_documents(cls, documents: Iterable[Document], *, progress: bool = True, **settings: Any) -> Self:
         """As `from_facts`, for documents, with the same `settings`. Facts with the documents' ids are replaced."""
         retriever = cls.from_facts([], **settings)
-        retriever._add(list(documents), progress=progress)  # noqa: SLF001 - one of ours
+        retriever.upsert(list(documents), progress=progress)
         return retriever
 
     @classmethod
@@ -237,12 +234,14 @@ class KnowledgePackRetriever(PackRetriever, DocumentIndex):
             raise FactError(f"Got {type(retriever)}; expected {expected}.")
         return WrappedRetriever(retriever=retriever, store=store, **fields)
 
-    def upsert(self, items: Sequence[Document], /, **kwargs: Any) -> UpsertResponse:
+    def upsert(self, items: Sequence[Document], /, *, progress: bool = False, **kwargs: Any) -> UpsertResponse:
         """Add documents, or replace those of the same ids, and compile their packs. Blank documents are left out."""
-        refuse_unknown(kwargs, ("items",), "upsert")
-        kept = self._add(items, progress=False)
-        blank = [item.id or "" for item in items if not item.page_content.strip()]
-        return UpsertResponse(succeeded=kept, failed=blank)
+        refuse_unknown(kwargs, ("progress",), "upsert")
+        if blank := [item.id or "" for item in items if not item.page_content.strip()]:
+            logger.warning("%d of %d documents are blank and were left out.", len(blank), len(items))
+        facts = [_to_fact(item, self.namespace, item.metadata) for item in items if item.page_content.strip()]
+        self._delivery().add(facts, overwrite=True, progress=progress)
+        return UpsertResponse(succeeded=[fact.id for fact in facts], failed=blank)
 
     def delete(
         self, ids: list[str] | None = None, *, where: Filter | None = None, source: str | None = None, **kwargs: Any
@@ -261,16 +260,8 @@ class KnowledgePackRetriever(PackRetriever, DocumentIndex):
         refuse_unknown(kwargs, ("ids",), "get")
         return [_to_document(fact) for fact in self.fact_store.facts(ids=list(ids), namespace=self.namespace)]
 
-    def _delivery(self) -> Delivery:
-        return Delivery(self.fact_store, self.engine, self.store, unit=self.unit, **self._packing)
-
-    def _add(self, documents: Sequence[Document], *, progress: bool) -> list[str]:
-        with_text = [document for document in documents if document.page_content.strip()]
-        if blank := len(documents) - len(with_text):
-            logger.warning("%d of %d documents are blank and were left out.", blank, len(documents))
-        facts = [_to_fact(document, self.namespace, document.metadata) for document in with_text]
-        self._delivery().add(facts, overwrite=True, progress=progress)
-        return [fact.id for fact in facts]
+    def _delivery(self, facts: FactStore | None = None, **settings: Any) -> Delivery:
+        return super()._delivery(self.fact_store, unit=self.unit)
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **options: Any
@@ -287,14 +278,11 @@ class KnowledgePackRetriever(PackRetriever, DocumentIndex):
         """The probability that what was `found` helps to answer. Its pack stands where it was compiled for."""
         if self.engine is None:
             raise OptionError("Got grade= without an engine; expected the `engine` that grades.")
-        place = (
-            [{"role": self.compiled_for, "content": SLOT}] if isinstance(self.compiled_for, str) else self.compiled_for
-        )
-        state = list[Message]()
-        for message in place:  # What stands behind the pack there is left out.
+        role, state = self.compiled_for, list[Message]()
+        for message in [{"role": role, "content": SLOT}] if isinstance(role, str) else role:
             before, slot, _ = text_of(message).partition(SLOT)
             state.append({**message, "content": before + found.content if slot else before})
-            if slot:
+            if slot:  # What stands behind the pack there is left out.
                 break
         question = Question(_HELPS.format(inert(query)))
         decided = self.engine.decide(state, {0: question}, view=self.store.view(self.namespace), rotations="all")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
@@ -29,8 +29,8 @@ def create_pack_search_tool(
     The tool reads the retriever's namespace of `store`. For a retriever without one, pass a view of the store.
     """
     namespace = getattr(retriever, "namespace", None)
-    store = _opened(store)
-    store = store.view(namespace) if namespace and not isinstance(store, PackView) else store
+    if namespace and not isinstance(store, PackView):
+        store = open_packs(store).view(namespace)
 
     def search(query: str) -> tuple[str, list[Document]]:
         documents = retriever.invoke(query)
@@ -49,22 +49,21 @@ def resolve_documents(found: Iterable[Document | str], store: Packs | PackView |
     document for each of its handles. Handles inside the text of a fact are not resolved. Pass a view,
     `store.view("mine")`, wherever handles come from somebody else: a store is read in all its namespaces.
     """
-    documents, store = list[Document](), _opened(store)
+    documents, peek = list[Document](), _peeking(store)
     for item in found:
         document = Document(item) if isinstance(item, str) else item
-        text, handle = document.page_content, own_handle(document)
-        handles: list[Handle] = []
-        if handle is None or text == str(handle):
-            handles = [each for *_, each in find_handles(text)]
-        elif "kp: " in text:  # A retriever made a handle in it inert.
-            pack = _peek(store, handle)
-            handles = [handle] if pack is not None and inert(pack.text) == text else []
-        resolved = [(each, pack) for each in handles if (pack := _peek(store, each)) is not None]
+        text, own = document.page_content, own_handle(document)
+        handles = [handle for *_, handle in find_handles(text)]
+        if own is not None and text != str(own):
+            # A retriever made a handle in it inert.
+            is_its_text = "kp: " in text and (pack := peek(own)) is not None and inert(pack.text) == text
+            handles = [own] if is_its_text else []
+        resolved = [(handle, pack) for handle in handles if (pack := peek(handle)) is not None]
         if not resolved:
             documents.append(document)
-        for each, pack in resolved:
+        for handle, pack in resolved:
             origin = {name: pack.provenance[name] for name in ("title", "source") if name in pack.provenance}
-            metadata = {**origin, "handle": str(each), **document.metadata}
+            metadata = {**origin, "handle": str(handle), **document.metadata}
             documents.append(Document(pack.text, id=document.id, metadata=metadata))
     return documents
 
@@ -75,18 +74,18 @@ def to_handles(documents: Iterable[Document], store: Packs | PackView | str) -> 
     A handle in the metadata is used only if its pack has the document's text, up to blanks around it. A text that was
     rewritten goes to the model as it is, with a logged warning.
     """
-    documents_out, store = [], _opened(store)
+    handed, peek = list[Document](), _peeking(store)
     for document in documents:
         handle, text = own_handle(document), document.page_content
-        if handle is not None and text != str(handle):
-            pack = _peek(store, handle)
-            if pack is not None and inert(pack.text).strip() == inert(text).strip():
-                document = Document(str(handle), id=document.id, metadata=document.metadata)  # noqa: PLW2901
-            else:
-                changed = "The text of document %s is not that of %s any more; it goes as text."
-                logger.warning(changed, document.id, handle)
-        documents_out.append(document)
-    return documents_out
+        if handle is None or text == str(handle):
+            handed.append(document)
+        elif (pack := peek(handle)) is not None and inert(pack.text).strip() == inert(text).strip():
+            handed.append(Document(str(handle), id=document.id, metadata=document.metadata))
+        else:
+            changed = "The text of document %s is not that of %s any more; it goes as text."
+            logger.warning(changed, document.id, handle)
+            handed.append(document)
+    return handed
 
 
 def own_handle(document: Document) -> Handle | None:
@@ -97,13 +96,8 @@ def own_handle(document: Document) -> Handle | None:
     return handles[0][2] if handles and str(handles[0][2]) == name else None
 
 
-def _opened(store: Packs | PackView | str) -> Packs | PackView:
-    """`store`, or the one at this path. Raises `PackError` for anything else."""
-    return store if isinstance(store, PackView) else open_packs(store)
-
-
-def _peek(store: Packs | PackView, handle: Handle) -> KnowledgePack | None:
-    """The pack of `handle`, unless it is in a namespace that a view may not read."""
+def _peeking(store: Packs | PackView | str) -> Callable[[Handle], KnowledgePack | None]:
+    """What returns the pack of a handle, unless a view may not read it. Raises `PackError` for what is no store."""
     if isinstance(store, PackView):
-        return store.source.peek(handle) if handle.namespace in store.namespaces else None
-    return store.peek(handle)
+        return lambda handle: store.source.peek(handle) if handle.namespace in store.namespaces else None
+    return open_packs(store).peek
