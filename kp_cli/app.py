@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from kp_cli import INTERRUPTED, importing, waiting
-from kp_cli.shared import ERRORS, message_of, plain, print_json, warn
+from kp_cli.output import ERRORS, message_of, plain, print_json, warn
 
 # Some releases of Typer bring their own Click, and do not export this class.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
@@ -32,7 +32,7 @@ _COMMANDS = {
     "ask": ("asking", "Answer from a collection: one question, or one after another."),
     "play": ("play", "A page in the browser: packs and text side by side."),
     "status": ("checking", "What a collection, store or entry holds."),
-    "verify": ("checking", "Check that a collection, a store of packs or an entry of one can be trusted."),
+    "verify": ("checking", "Check that a collection or a store of packs can be trusted."),
     "doctor": ("doctor", "Machine, packages, whether a model is supported, and where storing KV pays."),
     "serve": ("serving", "Serve a model with its packs to a team, on vLLM."),
     "steer": ("steer", "Change how a model speaks, without a word in the prompt."),

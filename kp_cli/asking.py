@@ -17,21 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from kp_cli import waiting
-from kp_cli.shared import (
-    JsonFlag,
-    ModelOptions,
-    Place,
-    PlaceOptions,
-    SearchOptions,
-    about_hit,
-    console,
-    existing,
-    plain,
-    sourced,
-    spread,
-    tell,
-    warn,
-)
+from kp_cli.options import JsonFlag, ModelOptions, Place, PlaceOptions, SearchOptions, existing, spread
+from kp_cli.output import about_hit, console, plain, sourced, tell, warn
 from kp_core import Generation, Message, Session
 from kp_core.banks.compiling import Unit
 from kp_core.banks.delivery import KV, Delivery, Found

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from kp_cli.shared import JsonFlag, ModelOptions, Place, PlaceOptions, existing, is_collection, spread, tell
+from kp_cli.options import JsonFlag, ModelOptions, Place, PlaceOptions, existing, is_collection, spread
+from kp_cli.output import tell
 from kp_cli.sources import read_facts
 from kp_cli.sources.texts import read_json_lines
 from kp_core.banks.store import FactStore
@@ -43,7 +44,6 @@ def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
     k: Annotated[int, typer.Option("-k", min=2, help="How many facts, for a question without passages.")] = 5,
     composers: Annotated[str, typer.Option(help="What to measure, with spaces between.")] = " ".join(COMPOSERS),
     minutes: Annotated[float, typer.Option(min=0.1, help="Most minutes; twenty questions are asked at least.")] = 10,
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write it to a file, too.")] = None,
     read: PlaceOptions,
     model: ModelOptions,
     as_json: JsonFlag = False,
@@ -54,8 +54,6 @@ def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
     the collection finds are taken; without `answer`, the model's own answer from the text is right. Questions of one
     `kind` are judged by themselves: a composer must do for all.
     """
-    if out is not None:
-        existing(out.parent)  # Before minutes are spent.
     with read.open(place, read_only=True) as facts:
         asked = enough_of(_questions(existing(questions), facts, k))  # Before a model is loaded.
         store, session = PackStore(read.folder(place, facts)), model.load()
@@ -68,8 +66,6 @@ def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
         chosen[packs] = f"{composer.key}, because {reason}"
     lines = [calibration.table(), *(f"auto, up to {packs} packs: {sentence}." for packs, sentence in chosen.items())]
     tell({**asdict(calibration), "auto": chosen}, "\n".join(lines), as_json=as_json)
-    if out is not None:  # Last, so that the result is shown if this fails.
-        out.write_text(calibration.to_json(), encoding="utf-8")
 
 
 def _questions(path: Path, facts: FactStore, k: int) -> list[CalibrationQuestion]:

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from kp_cli import waiting
-from kp_cli.shared import ModelOptions, console, spread
+from kp_cli.options import ModelOptions, spread
+from kp_cli.output import console
 from kp_cli.sources import read_facts
 from kp_core import Generation, PackStore, Session
 from kp_core.steering import preset

@@ -18,7 +18,8 @@ import typer
 from rich.console import Group
 
 from kp_cli import waiting
-from kp_cli.shared import ERRORS, JsonFlag, ModelOptions, spread, table_of, tell
+from kp_cli.options import JsonFlag, ModelOptions, spread
+from kp_cli.output import ERRORS, table_of, tell
 from kp_core import KnowledgePack, PackStore
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import FolderBlobs

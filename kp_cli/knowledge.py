@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from kp_cli import waiting
-from kp_cli.shared import (
+from kp_cli.options import (
     JsonFlag,
     MaybeNamespace,
     ModelOptions,
@@ -23,16 +23,14 @@ from kp_cli.shared import (
     TargetPath,
     Where,
     checked_namespace,
-    console,
     did_you_mean,
     existing,
     filter_of,
     is_collection,
     is_store,
-    print_json,
     spread,
-    tell,
 )
+from kp_cli.output import console, print_json, tell
 from kp_cli.sources import OnError, read_facts
 from kp_cli.sources.texts import STDIN
 from kp_core.banks import Added, ChromaFactStore, Fact, FactStore
@@ -69,13 +67,8 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     *,
     fact: Annotated[list[str] | None, typer.Option("--fact", metavar="TEXT", help="A fact; may be repeated.")] = None,
     fact_id: Annotated[str, typer.Option("--id", help="Id of the one --fact; default: a digest of it.")] = "",
-    title: Annotated[str, typer.Option(help="Title of --fact.")] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Replace facts that have the same ids.")] = False,
-    bank_size: Annotated[
-        int | None, typer.Option(min=1, help="Make banks now, each of about N facts. Default: when they are needed.")
-    ] = None,
     namespace: Annotated[str | None, typer.Option(help="Namespace of the facts.", callback=checked_namespace)] = None,
-    ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="Facts expire after this time.")] = None,
     on_error: Annotated[OnError, typer.Option(help="What to do with rows that are no facts.")] = "raise",
     max_chars: Annotated[int, typer.Option(help="Cut longer paragraphs of texts and documents; in characters.")] = 2000,
     encoding: Annotated[str | None, typer.Option(help="Encoding of text that is not UTF-8, e.g. cp1252.")] = None,
@@ -101,11 +94,11 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     is_empty, is_ours = not (paths or texts), is_collection(place)
     if Path(place).is_file() or (is_empty and Path(place).exists() and not is_ours):
         raise typer.BadParameter(f"Got no name. `kp build NAME {' '.join([place, *map(str, paths)])}` makes one.")
-    if is_empty and not (is_ours and (compiled or bank_size)):
+    if is_empty and not (is_ours and compiled):
         raise typer.BadParameter("Got neither files nor --fact; give one.")
-    if (fact_id and len(texts) != 1) or (title and not texts):
-        raise typer.BadParameter("--id goes with exactly one --fact, and --title with --fact.")
-    new_facts = [Fact(text, title=title, id=fact_id, namespace=namespace or "default") for text in texts]
+    if fact_id and len(texts) != 1:
+        raise typer.BadParameter("--id goes with exactly one --fact.")
+    new_facts = [Fact(text, id=fact_id, namespace=namespace or "default") for text in texts]
     paths = [path if str(path) == STDIN else existing(path) for path in paths]
     settings: dict[str, Any] = {"max_chars": max_chars, "encoding": encoding, "namespace": namespace}
     facts = itertools.chain(new_facts, read_facts(paths, on_error=on_error, skipped=skipped.append, **settings))
@@ -113,16 +106,14 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     session = model.load() if compiled else None
     if session is not None and session.compiler and compress is not None:
         raise typer.BadParameter(f"Got --compress {compress}, but `kp serve --compress` decides for a server.")
-    with options.open(place, new=not replace, wait=wait, bank_size=bank_size) as collection:
+    with options.open(place, new=not replace, wait=wait) as collection:
         if replace and fact_id:
             collection.get(fact_id, namespace=new_facts[0].namespace)  # An unknown id is an error.
-        added = _ingest(collection, facts, paths, ttl=ttl, overwrite=replace)
+        added = _ingest(collection, facts, paths, overwrite=replace)
         report = {**asdict(added), "skipped": [str(error) for error in skipped], "facts": len(collection)}
         folder = options.folder(place, collection)
         if replace:
             _collect(collection, folder)
-        if bank_size:
-            collection.rebuild()
         if not as_json:
             console().print(_summary(added, len(skipped), len(collection)))
         if session is not None:
@@ -240,7 +231,7 @@ def _remove_models(*, dry_run: bool, as_json: bool) -> None:
     tell({"removed": [*map(str, folders)], "dry_run": dry_run}, message, as_json=as_json)
 
 
-def _ingest(collection: ChromaFactStore, facts: Iterable[Fact], files: Iterable[Path], **settings: Any) -> Added:  # noqa: ANN401
+def _ingest(collection: ChromaFactStore, facts: Iterable[Fact], files: Iterable[Path], *, overwrite: bool) -> Added:
     """Add facts, with a progress bar that counts bytes of the files."""
 
     def read() -> Iterator[Fact]:
@@ -251,7 +242,7 @@ def _ingest(collection: ChromaFactStore, facts: Iterable[Fact], files: Iterable[
     # Standard input is not a file; its size is unknown.
     total = sum(path.stat().st_size for root in files for path in (root, *root.rglob("*")) if path.is_file())
     with bar_of("Adding", total or None, "B") as bar, waiting("Embedding facts"):
-        added = collection.add(read(), **settings)
+        added = collection.add(read(), overwrite=overwrite)
         bar.update(max(0, total - bar.n))  # A file has more bytes than its text.
     return added
 

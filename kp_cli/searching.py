@@ -7,18 +7,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kp_cli.shared import (
-    JsonFlag,
-    Place,
-    PlaceOptions,
-    SearchOptions,
-    about_hit,
-    console,
-    is_store,
-    sourced,
-    spread,
-    tell,
-)
+from kp_cli.options import JsonFlag, Place, PlaceOptions, SearchOptions, is_store, spread
+from kp_cli.output import about_hit, console, sourced, tell
 from kp_core.packs.handle import Handle
 
 
@@ -28,17 +18,13 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
     question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to look for.")],
     *,
     k: Annotated[int, typer.Option("-k", min=1, help="How many facts.")] = 4,
-    probes: Annotated[
-        int | None, typer.Option(min=1, help="Look into so many of the nearest banks. Default: at all facts.")
-    ] = None,
     options: SearchOptions,
     read: PlaceOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Find the facts nearest to a question: score, text, and the handle where there is a pack."""
-    # Banks are made on first use, which writes to the collection.
-    with read.open(place, read_only=probes is None) as collection:
-        hits = collection.search(question, k, probes=probes, **options.keywords())
+    with read.open(place, read_only=True) as collection:
+        hits = collection.search(question, k, **options.keywords())
         folder = read.folder(place, collection)
     handles: list[Handle | None] = [None] * len(hits)
     if is_store(folder):
@@ -56,6 +42,6 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
             title = f"  {fact.title or sourced(fact) or fact.id}"
             out.print(Text.assemble((f"{number}. {hit.score:.3f}", "bold"), title), soft_wrap=True)
             out.print(fact.text)
-            parts = [str(handle or "no pack"), hit.bank and f"bank {hit.bank}", sourced(fact), f"id {fact.id}"]
+            parts = [str(handle or "no pack"), sourced(fact), f"id {fact.id}"]
             out.print(" · ".join(part for part in parts if part) + "\n", style="dim")
     tell({"question": question, "hits": records}, f"Found {len(hits)} of {k}.", as_json=as_json)

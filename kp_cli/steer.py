@@ -13,7 +13,8 @@ import typer
 from rich.console import Group
 from rich.table import Table
 
-from kp_cli.shared import JsonFlag, ModelOptions, did_you_mean, existing, spread, table_of, tell
+from kp_cli.options import JsonFlag, ModelOptions, did_you_mean, existing, spread
+from kp_cli.output import table_of, tell
 from kp_core.errors import OptionError
 from kp_core.steering import (
     LayerRange,

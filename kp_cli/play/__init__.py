@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from kp_cli import waiting
-from kp_cli.shared import ModelOptions, console, existing, spread
+from kp_cli.options import ModelOptions, existing, spread
+from kp_cli.output import console
 from kp_core.bundled import needing
 from kp_core.progress import bar_of
 

@@ -21,8 +21,8 @@ import gradio as gr
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
+from kp_cli.output import ERRORS, message_of
 from kp_cli.play.world import Way, World
-from kp_cli.shared import ERRORS, message_of
 from kp_core.errors import ModelError
 from kp_core.session.explain import Explanation
 from kp_core.session.reading import Generation

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kp_methods import Calibration
 from tests.cli.conftest import as_json
 
 Kp = Callable[..., tuple[int, str, str]]
@@ -25,7 +24,7 @@ def test_auto_chooses_by_what_was_measured(kp: Kp, bank: Path, tmp_path: Path) -
     asked = [{"question": f"Which island is number {at}?"} for at in range(19)]
     given = {"question": "Which is green?", "answer": "Iru", "passages": ["Iru is green.", "Red."], "kind": "own"}
     questions = write(tmp_path / "questions.jsonl", [*asked, given])
-    command = ("calibrate", str(bank), str(questions), "-k", "3", "--composers", "splice", "--out", "out.json", *TINY)
+    command = ("calibrate", str(bank), str(questions), "-k", "3", "--composers", "splice", *TINY)
     found = as_json(kp(*command, "--json"))
     rows = {(row["kind"], row["packs"]): row for row in found["rows"]}
     assert rows.keys() == {("", 3), ("own", 2)}
@@ -35,7 +34,7 @@ def test_auto_chooses_by_what_was_measured(kp: Kp, bank: Path, tmp_path: Path) -
     # Over three packs, not every kind of question was measured.
     reasons = ("exact, because no other keeps 95%", "exact, because nothing was measured over 3 packs")
     assert all(said.startswith(reasons) for said in found["auto"].values())
-    assert Calibration.of_json((tmp_path / "out.json").read_text()).rows[0].composer == "splice"
+    assert rows["", 3]["composer"] == "splice"
     code, out, _ = kp(*command)
     assert code == 0
     assert "auto, up to 3 packs: exact, because" in out
@@ -61,8 +60,6 @@ def test_bad_questions_are_named(kp: Kp, bank: Path, tmp_path: Path) -> None:
     code, _, error = kp("calibrate", str(bank), str(questions), "--composers", "glue", *TINY)
     assert code == 1
     assert "glue" in error or "Got 1 questions" in error
-    code, _, error = kp("calibrate", str(bank), str(questions), "--out", "nowhere/out.json", *TINY)
-    assert (code, "nowhere" in error) == (1, True), error
     (tmp_path / "broken.jsonl").write_text("{")
     code, _, error = kp("calibrate", str(bank), "broken.jsonl", *TINY)
     assert (code, "is not JSON" in error) == (1, True), error

@@ -231,7 +231,7 @@ def test_a_status_says_what_is_compiled_from_where_and_when_it_was_used(kp: Kp, 
     assert (row["source"], row["packs"], row["with_kv"]) == ("facts.jsonl", 4, 4)
     assert (row["tokens"], 0 < row["bytes"] < told["bytes"]) == (told["tokens"], True)
     limit = default_room(PackStore(bank / "packs").blobs)
-    assert told["kept"] == {"entries": 0, "tokens": 0, "bytes": 0, "max_bytes": limit}
+    assert told["kept"] == {"entries": 0, "bytes": 0, "max_bytes": limit}
     store = PackStore(bank / "packs")
     store.put(tiny().build_pack("The weir opens in May.", lazy=True))
     store._uses.flush()

@@ -112,8 +112,8 @@ def test_a_server_is_a_place_as_well(kp: Kp, tmp_path: Path, emptied: str) -> No
     fill(open_client(emptied), "docs")
     one_line(kp("search", emptied, QUESTION), "The store holds no facts yet")
     assert as_json(kp("build", emptied, "facts.txt", "--json"))["facts"] == 4
-    [hit] = as_json(kp("search", emptied, QUESTION, "-k", "1", "--probes", "1", "--json"))["hits"]
-    assert (hit["source"], hit["bank"]) == ("facts.txt", "default/0")
+    [hit] = as_json(kp("search", emptied, QUESTION, "-k", "1", "--json"))["hits"]
+    assert hit["source"] == "facts.txt"
     assert kp("ask", emptied, QUESTION, "-k", "1", *TINY)[0] == 0
     assert as_json(kp("status", emptied, "--json"))["packs"]["packs"] == 1
     assert kp("verify", emptied)[0] == 0

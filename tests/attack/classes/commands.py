@@ -85,15 +85,14 @@ def _arguments(draw: Random, folder: Path, handles: list[str]) -> list[str]:
     count = ["-k", draw.choice(_NUMBERS)] if draw.random() < 0.4 else []
     command = draw.choice(
         (
-            ["search", place, said(), *where, *space, *count, *(["--probes", draw.choice(_NUMBERS)] if draw.random() < 0.2 else [])],
-            ["search", "bank", said(), *where],
+            ["search", place, said(), *where, *space, *count],
             ["ask", place, said(), *where, *count, *_TINY, *draw.choice(([], ["--text"], ["--explain"], ["--composer", said()]))],
             ["status", place], ["verify", place], ["verify", "bank", "--repair"],
             ["remove", place, draw.choice(ids), *where], ["remove", "bank", "--source", said(), "--dry-run"],
-            ["build", place, "--fact", said(), *space, *draw.choice(([], ["--id", said()], ["--title", said()], ["--ttl", draw.choice(_NUMBERS)]))],
+            ["build", place, "--fact", said(), *space, *draw.choice(([], ["--id", said()]))],
             ["build", "bank", "--fact", said(), "--id", draw.choice(ids), "--replace"],
             ["build", "bank", file(draw.choice(("jsonl", "csv", "txt", "md", "html", "pdf"))), *draw.choice(([], ["--on-error", "skip"]))],
-            ["build", draw.choice(("bank", "other", said() or "x")), file("jsonl"), *space, *draw.choice(([], ["--bank-size", draw.choice(_NUMBERS)]))],
+            ["build", draw.choice(("bank", "other", said() or "x")), file("jsonl"), *space],
             ["remove", place, "--unused"], ["edit", draw.choice(("bank", "packs")), draw.choice(ids), "--old", said(), "--new", said(), *_TINY[:2]],
             [said(), said()], ["packet", said()], ["steer", said(), said()], ["search"], ["ask", "bank", said(), f"--{said()}"],
         )

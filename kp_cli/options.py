@@ -1,4 +1,4 @@
-"""Common parts of the commands: options, places of collections and packs, output."""
+"""Options of the commands, and the places of files, collections and packs."""
 
 from __future__ import annotations
 
@@ -8,37 +8,25 @@ import inspect
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
-from rich.table import Table
 
 from kp_cli import importing, waiting
-from kp_core.banks import ChromaFactStore, Fact, Filter, Hit
+from kp_core.banks import ChromaFactStore, Filter
 from kp_core.banks.base import content_id
 from kp_core.banks.client import is_fact_store, is_url
 from kp_core.banks.embed import SentenceTransformerEmbedder
 from kp_core.bundled import check_reachable
-from kp_core.errors import FactError, KnowledgePackError, ModelError
-from kp_core.packs.handle import Handle, check_namespace
+from kp_core.errors import FactError, ModelError
+from kp_core.packs.handle import check_namespace
 
 if TYPE_CHECKING:
     from kp_core import Session
-
-_SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-_SIGNS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-
-_REASONS = {FileNotFoundError: "does not exist", IsADirectoryError: "is a folder, not a file"}
-
-ERRORS = (KnowledgePackError, ImportError, OSError, ValueError, RuntimeError, MemoryError)
-"""Our own errors, and errors that libraries raise. They are shown in one line unless --debug is given."""
 
 
 def checked_namespace(name: str | None) -> str | None:
@@ -50,7 +38,7 @@ Place = Annotated[
     str, typer.Argument(metavar="COLLECTION", help="The folder of the collection, or the URL of a Chroma server.")
 ]
 TargetPath = Annotated[
-    str, typer.Argument(metavar="PATH", help="A collection, a store of packs (a folder or a URL), or an entry of one.")
+    str, typer.Argument(metavar="PATH", help="A collection, or a store of packs: a folder or a URL.")
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Where = Annotated[
@@ -197,71 +185,6 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def message_of(error: Exception) -> str:
-    """The message of an error. That of a library's error begins with the name of its class."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename} {_REASONS.get(type(error), f'failed: {error.strerror}')}. Check the path."
-    # An `OSError` without a number is ours, about a remote place.
-    is_ours = isinstance(error, KnowledgePackError) or (isinstance(error, OSError) and not error.errno and error.args)
-    return str(error) if is_ours else f"{type(error).__name__}: {error}"
-
-
-def plain(text: str) -> str:
-    """`text` with visible signs for control characters: facts, titles, files and models must not steer a terminal."""
-    return text.translate(_SIGNS)
-
-
-class _Terminal(Console):
-    """A console that passes only its own control codes to the terminal."""
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """See `Console.render`."""
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=plain(segment.text))
-
-
-def console() -> Console:
-    """The terminal. A file or pipe gets lines of 80 characters. Text is printed unchanged, brackets included."""
-    terminal = _Terminal(highlight=False, markup=False)
-    return terminal if terminal.is_terminal else _Terminal(highlight=False, markup=False, width=80)
-
-
-def warn(text: str) -> None:
-    """Print to standard error, in the width of its terminal; a line stays one in a file or pipe."""
-    terminal = _Terminal(stderr=True, highlight=False, markup=False)
-    terminal.print(text, soft_wrap=not terminal.is_terminal)
-
-
-def print_json(data: Mapping[str, Any]) -> None:
-    """Print one JSON object."""
-    encoded = json.dumps(data, ensure_ascii=False, indent=2, default=str)
-    # `json.dumps` escapes only the first 32 control characters.
-    sys.stdout.write(re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", encoded) + "\n")
-
-
-def tell(data: Mapping[str, Any], readable: RenderableType, *, as_json: bool) -> None:
-    """Print `data` as JSON, or else `readable`, its form for people."""
-    if as_json:
-        print_json(data)
-    else:
-        console().print(readable)
-
-
-def table_of(rows: Mapping[str, Any], title: str | None = None) -> Table:
-    """Names and values in two columns."""
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
-    table.add_column()
-    # Fold fingerprints, so that they show in full on any terminal and can be compared.
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        if isinstance(value, dict):
-            cell = "\n".join(f"{key.replace('_', ' ')}: {_shown(item)}" for key, item in value.items())
-        else:
-            cell = _shown(value)
-        table.add_row(name.replace("_", " "), cell)
-    return table
-
-
 def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
     """The nearest of `names` as a question, if one is near; else `otherwise`."""
     similar = difflib.get_close_matches(name, list(names), n=1)
@@ -301,26 +224,3 @@ def is_store(place: str) -> bool:
     from kp_core.packs.secret import is_made
 
     return is_made(open_blobs(place))
-
-
-def about_hit(hit: Hit, text: str, handle: Handle | None) -> dict[str, Any]:
-    """A hit as JSON. `text` is what a model reads for it."""
-    fact, name = hit.fact, None if handle is None else str(handle)
-    about = {"id": fact.id, "handle": name, "title": fact.title, "source": fact.source}
-    return {**about, "score": hit.score, "bank": hit.bank, "text": text}
-
-
-def sourced(fact: Fact) -> str:
-    """The source of a fact, with its page if known."""
-    page = fact.metadata.get("page")
-    return f"{fact.source}, page {page}" if fact.source and page is not None else fact.source
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "none"}[value]
-    if isinstance(value, dict):
-        return ", ".join(f"{name} ({_shown(item)})" for name, item in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_shown, value))
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
