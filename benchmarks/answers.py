@@ -96,7 +96,7 @@ def _measured(  # noqa: PLR0913
         method = "exact" if composer == _REVERSED else composer
         answer = engine.generate(asked, composer=method, max_tokens=_ANSWER, **options)
         exact_text = exact_text or answer.text
-        loss = math.log(engine.perplexity(asked, exact_text, composer=method, **options))
+        loss = math.log(common.perplexity(engine, asked, exact_text, composer=method, **options))
         exact_loss = loss if composer == "exact" else exact_loss
         record["composers"][composer] = {
             "right": common.contains(answer.text, question.answer),

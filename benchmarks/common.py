@@ -14,7 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 import kp_core
 from benchmarks import models
+from kp_core.plan.planner import Planner
 
 __all__ = [
     "INSTRUCTION",
@@ -43,6 +44,7 @@ __all__ = [
     "median_ratio",
     "model_path",
     "normalise",
+    "perplexity",
     "prompt",
     "read_examples",
     "read_passages",
@@ -253,6 +255,29 @@ class Twin:
     def without_end(self, ids: Sequence[int]) -> tuple[int, ...]:
         """`ids` up to the first end-of-turn token."""
         return tuple(ids[: next((at for at, token in enumerate(ids) if token in self.end_tokens), len(ids))])
+
+
+def perplexity(engine: Any, messages: Any, answer: str, **options: Any) -> float:  # noqa: ANN401 - as of `generate`
+    """Perplexity per token of `answer` to a conversation; 1.0 without tokens."""
+    if not isinstance(engine, kp_core.Session):  # It remembers what an engine said.
+        return float(engine.perplexity(messages, answer, **options))
+    tokens = tuple(engine.tokenizer.encode(answer, add_special_tokens=False))
+    if not tokens:
+        return 1.0
+    plan, *_ = Planner(engine.host).plan(messages, kp_core.Request.of(options), 0)
+    length = len(plan.prompt)
+    # The logits for a token stand behind a prompt that ends before it.
+    plans = [
+        replace(
+            plan,
+            prompt=replace(plan.prompt, token_ids=plan.prompt.token_ids + tokens[:at]),
+            regions=(*plan.regions, kp_core.Region(length, length + at, "computed")) if at else plan.regions,
+        )
+        for at in range(len(tokens))
+    ]
+    logits = engine.engine.branch(plans, kp_core.TokenStream(lambda _: iter(())))
+    losses = [-float(row.double().log_softmax(-1)[token]) for row, token in zip(logits, tokens, strict=True)]
+    return math.exp(statistics.fmean(losses))
 
 
 def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from benchmarks import common
 from kp_core import Message, Session, Steering
 from kp_core.steering import Scope, as_steering
 
@@ -64,7 +65,7 @@ class Remembered:
         """As the engine's."""
         key = self._key("perplexity", [messages, answer], request)
         if key not in self._known:
-            self._keep(key, self._engine.perplexity(messages, answer, **request))
+            self._keep(key, common.perplexity(self._engine, messages, answer, **request))
         return float(self._known[key])
 
     def _key(self, what: str, asked: object, request: dict[str, Any]) -> str:

@@ -181,7 +181,7 @@ def calibrate(  # noqa: PLR0913 - what is asked, at which strengths, and how it 
             for task in questions:
                 request = {"steering": (unwarned, alpha), "scope": scope, "packs": task.packs}
                 text = engine.generate(task.messages, max_tokens=max_tokens, **request).text
-                alpha_answers.append((task, text, engine.perplexity(task.messages, text, packs=task.packs)))
+                alpha_answers.append((task, text, common.perplexity(engine, task.messages, text, packs=task.packs)))
                 bar.update()
     limit = _MOST_PERPLEXITY * geometric_mean(perplexity for _, _, perplexity in answers[0.0])
 

@@ -30,7 +30,6 @@ CAPABILITIES = {
     "lazy": "packs without KV, which is computed when they are first used",
     "logits": "the logits behind a prompt",
     "logprobs": "the log-probabilities of generated tokens",
-    "losses": "the likelihood of a given answer",
     "sampling": "temperature, top_p, top_k, repetition_penalty and seed",
     "steer": "altered values and keys",
 }
@@ -56,8 +55,6 @@ class TokenStream:
         """Why the stream ended: `"stop"` after an end token, `"cancelled"`, else `"length"`."""
         self.first_logits: Tensor | None = None
         """Logits after the prompt, `(vocabulary,)`. Engines that support `logits` set them after the prefill."""
-        self.losses: list[float] = []
-        """The negative log-probability of each token of a forced answer."""
         self.logprobs: list[Scores] = []
         """With `Sampling.gives_logprobs`, those of each token so far, added before the token is given."""
         self.kept: list[tuple[Entry, KVTensors]] = []

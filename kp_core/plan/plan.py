@@ -141,8 +141,6 @@ class Plan:
     grammar: str | None = None
     """The Lark grammar of the answer; with `opened`, the prompt has already begun a `<think>` block."""
     opened: bool = False
-    forced: tuple[int, ...] = ()
-    """The answer itself, if the request asks for its likelihood."""
     packs: PackView | None = None
     """What may be read of a store. The prompt may also use KV of these namespaces from the prefix tree."""
     entries: Mapping[tuple[int, int], Entry] = field(default_factory=dict, compare=False)

@@ -15,7 +15,6 @@ from concurrent.futures import CancelledError, Future
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cache, partial
-from statistics import fmean
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -208,13 +207,19 @@ class Session(Shared):
     def prefill(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401
         """Prefill a conversation, and answer with no token. Warms the cache, and gives the logits after the prompt."""
         self._need("logits", "a prefill alone")
-        plan, request, stream = self._run(messages, options, tokens=0)
+        request = Request.of(options)
+        limit = Limit(request.cancel, request.timeout)
+        plan = self._plan(messages, request, tokens=0)
+        with self._idle.request():
+            stream = self._start(plan, limit)
+            for _ in stream:
+                pass
         self._keep(plan, request, stream)
-        stream.limit.check(0)
+        limit.check(0)
         if stream.first_logits is None:
             raise CancelledError("The prefill was cancelled.")
         miss = miss_of(plan, stream.found_tokens, self.tokenizer, request.shape.tools)
-        usage = usage_of(plan, stream, 0, stream.limit.spent, miss)
+        usage = usage_of(plan, stream, 0, limit.spent, miss)
         return Generation("", (), stream.finish, usage, plan.prompt, stream.first_logits)
 
     def decide(
@@ -294,18 +299,6 @@ class Session(Shared):
         is_bitwise = "bitwise" in self.supports
         miss = miss_of(plan, found, self.tokenizer, request.shape.tools)
         return explain(plan, found, pace, self.state_bytes, is_bitwise=is_bitwise, miss=miss)
-
-    def perplexity(self, messages: Sequence[Message] | str, answer: str, **options: Any) -> float:  # noqa: ANN401
-        """Perplexity per token of `answer` to a conversation; 1.0 without tokens. Raises as `generate`."""
-        self._need("losses", "the likelihood of a given answer")
-        tokens = tuple(self.tokenizer.encode(answer, add_special_tokens=False))
-        if not tokens:
-            return 1.0
-        _, _, stream = self._run(messages, options, forced=tokens, tokens=len(tokens))
-        stream.limit.check(0)
-        if not stream.losses:
-            raise CancelledError("The measurement was cancelled.")
-        return math.exp(fmean(stream.losses))
 
     def build_pack(  # noqa: PLR0913 - as `build_packs`
         self,
@@ -451,7 +444,6 @@ class Session(Shared):
         request: Request,
         *,
         tokens: int | None = None,
-        forced: tuple[int, ...] = (),
         learn: bool = True,
     ) -> Plan:
         planner = self._planner
@@ -465,7 +457,7 @@ class Session(Shared):
             planner.note(met)
             self._caution(plan, request)
             self._compile(learned, request)
-        return replace(plan, grammar=grammar, opened=opened, forced=forced)
+        return replace(plan, grammar=grammar, opened=opened)
 
     def _caution(self, plan: Plan, request: Request) -> None:
         """Log once for each store what its composers say of their answers."""
@@ -481,24 +473,6 @@ class Session(Shared):
         stream = self.engine.run(plan)
         stream.limit, stream.ttft_s = limit, limit.spent
         return stream
-
-    def _run(
-        self,
-        messages: Sequence[Message] | str,
-        options: Mapping[str, Any],
-        *,
-        tokens: int,
-        forced: tuple[int, ...] = (),
-    ) -> tuple[Plan, Request, TokenStream]:
-        """The plan of a request, the request, and its stream, run to the end; `tokens` and `forced` as in `_plan`."""
-        request = Request.of(options)
-        limit = Limit(request.cancel, request.timeout)
-        plan = self._plan(messages, request, tokens=tokens, forced=forced)
-        with self._idle.request():
-            stream = self._start(plan, limit)
-            for _ in stream:
-                pass
-        return plan, request, stream
 
     def _answer(self, plan: Plan, request: Request, stream: TokenStream) -> Generator[Delta, None, Generation]:
         with self._idle.request():

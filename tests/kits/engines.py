@@ -6,7 +6,6 @@ Run one in a test of your own implementation. The first broken rule is an `Asser
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,11 +110,6 @@ def _check_capabilities(session: Session) -> None:
         packs = list(session.build_packs(_FACTS, compiled_for="system", progress=False))
         selected = session.generate(_ASKED, packs=packs, composer="select:packs=1", max_tokens=_TOKENS)
         holds("With `attention`, a question is answered from some of its packs.", selected.usage.unread_packs == 1)
-    if "losses" in supports:
-        stream = session.engine.run(_plan(session, forced=(1, 2, 3)))
-        holds("A forced answer gives its tokens.", list(stream) == [1, 2, 3])
-        losses = stream.losses
-        holds("There is a loss of 0 or more per forced token.", len(losses) == 3 and all(loss >= 0 for loss in losses))
     if "sampling" in supports:
         sampled = [session.generate(_ASKED, temperature=1.0, seed=7, max_tokens=_TOKENS).token_ids for _ in range(2)]
         holds("Equal seeds choose equal tokens.", sampled[0] == sampled[1])
@@ -189,9 +183,9 @@ def check_composer(composer: Composer, engine: Session | None = None) -> None:
     holds("Equal regions get equal KV each time.", _are_alike(session, anew, composed))
 
 
-def _plan(session: Session, forced: tuple[int, ...] = (), **options: Any) -> Plan:
+def _plan(session: Session, **options: Any) -> Plan:
     plan, *_ = session._planner.plan(_ASKED, Request.of(options))
-    return replace(plan, forced=forced, token_budget=len(forced)) if forced else plan
+    return plan
 
 
 def _logits(answer: Generation) -> Tensor:

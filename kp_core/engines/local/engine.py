@@ -117,9 +117,7 @@ class LocalEngine:
         into the token budget, and `ModelError` for a request larger than `cache_bytes`.
         """
         self._check()
-        self.pool.check(len(plan.prompt) + (len(plan.forced) or plan.token_budget))
-        if plan.forced:
-            return TokenStream(partial(self._forced, plan))
+        self.pool.check(len(plan.prompt) + plan.token_budget)
         constraint = None
         # A prefill without an answer needs no grammar.
         if plan.grammar is not None and plan.token_budget:
@@ -345,30 +343,6 @@ class LocalEngine:
                 self.pool.clear()  # Idle buffers may hold it, too.
                 if self.tree.forget(gone):
                     self._removals[seen] = token
-
-    def _forced(self, plan: Plan, stream: TokenStream) -> Iterator[int]:
-        def scored() -> list[float]:
-            with closing(self.prefill(plan, len(plan.prompt) + len(plan.forced), limit=stream.limit)) as run:
-                _tell(stream, run)
-                return self._losses(run, plan.forced)
-
-        try:
-            stream.losses = self.scheduler.retry_after_oom(scored)
-        except CancelledError:
-            stream.finish = "cancelled"
-            return
-        yield from plan.forced
-
-    def _losses(self, run: Run, tokens: Sequence[int]) -> list[float]:
-        """The negative log-probability of each of `tokens` after `run`."""
-        if run.logits is None:
-            raise AssertionError("a prefilled prompt has logits")
-        logits = run.logits[None]
-        if len(tokens) > 1:
-            logits = torch.cat([logits, self.scheduler.forward(tokens[:-1], run.buffer, len(tokens) - 1)])
-        expected = torch.tensor(tokens, device=logits.device)
-        token_losses = torch.nn.functional.cross_entropy(logits.float(), expected, reduction="none")
-        return [float(loss) for loss in token_losses]
 
     def _computed(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:
         """The KV of `plan.wanted` for each plan, in order. Texts after the same prefix share passes."""

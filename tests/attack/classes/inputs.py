@@ -99,7 +99,6 @@ def attack(folder: Path) -> Iterator[Case]:
         lambda draw: engine.build_pack("A text.", compiled_for=draw.choice((text(draw), warped(draw, _AROUND)))),
         lambda draw: engine.build_pack("A text.", provenance={text(draw): draw.choice((text(draw), value(draw)))}),
         lambda draw: engine.build_pack("A text.", compress=text(draw)),
-        lambda draw: engine.perplexity(text(draw), text(draw)),
         lambda draw: engine.make_steering([(text(draw), text(draw)) for _ in range(draw.randrange(3))]),
         lambda draw: facts.search(text(draw), number(draw), probes=draw.choice((None, number(draw)))),
         lambda draw: facts.search("fact", where=value(draw), namespace=draw.choice((None, text(draw)))),

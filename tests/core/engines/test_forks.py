@@ -113,7 +113,6 @@ ENTRIES = {
     "many": lambda of: [ids(answer) for _, answer in of["engine"].generate_many({1: "Hi", 2: "Ho"}, max_tokens=2)],
     "in a thread": lambda of: thread(lambda: ids(of["engine"].generate("Hi there", max_tokens=3))),
     "prefill": lambda of: of["engine"].prefill("Hi there").usage.prompt_tokens,
-    "perplexity": lambda of: of["engine"].perplexity("Hi", "there"),
     "explain": lambda of: str(of["engine"].explain("Hi")).count("\n"),
     "grammar": lambda of: of["engine"].generate("Hi", max_tokens=9, response_schema={"enum": ["a", "b"]}).text,
     "build": lambda of: of["engine"].build_pack(TEXT).token_ids,

@@ -50,7 +50,6 @@ def device(engine, monkeypatch):
 PACKS = [f"Quay {number} has {number} cranes.\n" for number in range(1, 4)]
 WAYS = {
     "answer": lambda engine: engine.generate(ASKED, max_tokens=4).token_ids,
-    "forced": lambda engine: engine.perplexity(ASKED, "Fifteen boats, or a few more."),
     "packs": lambda engine: [pack.kv.values[-1].sum().item() for pack in engine.build_packs(PACKS, progress=False)],
     "steering": lambda engine: engine.make_steering([("I am glad.", "I am sad.")], progress=False).id,
     **{

@@ -141,7 +141,6 @@ def test_a_request_larger_than_the_budget_is_an_error_of_its_caller_alone():
         lambda: engine.generate(large),
         lambda: engine.stream("Hi", max_tokens=600),
         lambda: engine.prefill(large),
-        lambda: engine.perplexity("Hi", large),
         lambda: engine.build_pack(large),
         lambda: asyncio.run(engine.agenerate(large)),
         lambda: list(engine.generate_many({"a": large}, progress=False)),
@@ -210,7 +209,7 @@ def test_first_come_first_served():
     assert order == list(range(8))
 
 
-@pytest.mark.parametrize("way", ["generate", "stream", "prefill", "perplexity", "agenerate", "astream"])
+@pytest.mark.parametrize("way", ["generate", "stream", "prefill", "agenerate", "astream"])
 def test_what_was_cancelled_before_it_began_computes_nothing(way, monkeypatch):
     engine, cancel = engine_of(4), threading.Event()
     cancel.set()
@@ -232,7 +231,7 @@ def test_what_was_cancelled_before_it_began_computes_nothing(way, monkeypatch):
             assert asyncio.run(pieces()) == []
         else:
             with pytest.raises(CancelledError):
-                getattr(engine, way)("Hello?", *(["Ho"] if way == "perplexity" else []), cancel=cancel)
+                engine.prefill("Hello?", cancel=cancel)
     assert held(engine) == 0
     assert engine.generate("Hello?", max_tokens=2).usage.completion_tokens > 0
 

@@ -90,7 +90,6 @@ def test_an_engine_that_never_looks_at_the_limit_is_cancelled_after_the_token_in
         (lambda session: session.stream("Hi", response_schema=True), "tools and response schemas"),
         (lambda session: session.stream("Hi", temperature=1.0), "sampled answers"),
         (lambda session: session.prefill("Hi"), "a prefill alone"),
-        (lambda session: session.perplexity("Hi", "Ho"), "the likelihood of a given answer"),
         (lambda session: session.make_steering([("a", "b")]), "making steerings"),
         (lambda session: session.clear_cache(), "clear_cache"),
         (lambda session: session.cached_bytes, "cached_bytes"),

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from benchmarks import steering_range
+from benchmarks.common import perplexity
 from benchmarks.steering_range import Task, calibrate, main, repetition
 from kp_core import load_engine
 from kp_core.errors import OptionError
@@ -149,10 +150,10 @@ def test_perplexity_is_that_of_the_tokens_one_by_one():
         logits = tiny_model("llama")(torch.tensor([[*prompt.token_ids, *tokens]])).logits[0]
     behind = logits[len(prompt) - 1 : -1].log_softmax(dim=-1)
     expected = math.exp(-behind[range(len(tokens)), tokens].mean())
-    assert engine.perplexity("Who?", answer) == pytest.approx(expected, rel=1e-3)
-    one = engine.perplexity("Who?", engine.tokenizer.decode(tokens[:1]))
+    assert perplexity(engine, "Who?", answer) == pytest.approx(expected, rel=1e-3)
+    one = perplexity(engine, "Who?", engine.tokenizer.decode(tokens[:1]))
     assert one == pytest.approx(math.exp(-behind[0, tokens[0]]), rel=1e-3)
-    assert engine.perplexity("Who?", "") == 1.0
+    assert perplexity(engine, "Who?", "") == 1.0
 
 
 @pytest.mark.parametrize(
