@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import atexit
 import importlib.metadata
-import itertools
 import logging
 import math
 import platform
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Container, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NoReturn
+from itertools import islice, repeat
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
 from kp_core.errors import (
     ContextOverflowError,
     ModelError,
+    OptionError,
     PackError,
     PromptError,
     ShortTextError,
@@ -47,7 +48,6 @@ from kp_core.prompt.template import ChatTemplate
 from kp_core.session.deciding import Decisions, Question, Rotations, asked_behind, ballots_of
 from kp_core.session.explain import Explanation, explain
 from kp_core.session.idle import IdleQueue, Job
-from kp_core.session.many import Asked, Key, answer_many
 from kp_core.session.reading import Generation, grammar_of, miss_of, read_answer, usage_of, usage_of_all
 from kp_core.session.stream import AsyncStream, Stream, in_thread
 from kp_core.steering import Pair, Steering
@@ -57,6 +57,7 @@ from kp_core.tools import Delta
 
 logger = logging.getLogger(__name__)
 
+Key = TypeVar("Key", bound=Hashable)
 _PACED = 256  # Shorter prefills do not count for the pace, because the fixed cost of a pass dominates them.
 
 
@@ -179,7 +180,7 @@ class Session(Shared):
 
     def generate_many(
         self,
-        requests: Mapping[Key, Asked] | Iterable[tuple[Key, Asked]],
+        requests: Mapping[Key, Any] | Iterable[tuple[Key, Any]],
         *,
         at_once: int = 8,
         done: Container[Key] = (),
@@ -192,7 +193,35 @@ class Session(Shared):
         `done` are keys to skip, such as those of an interrupted run. `options` are those of `generate`, for all
         requests. An error in one request ends the run. Leaving the loop ends the requests under way.
         """
-        return answer_many(self.generate, requests, options, at_once=at_once, done=done, progress=progress)
+        if at_once < 1:
+            raise OptionError(f"Got at_once={at_once}; expected at least 1.")
+        if "cancel" in options:
+            raise OptionError("Got cancel=; leave the loop to stop, which ends what is under way.")
+        pairs = requests.items() if isinstance(requests, Mapping) else requests
+        todo = [(key, each if isinstance(each, Mapping) else {"messages": each}) for key, each in pairs]
+        # A request reuses the KV of earlier ones with the same beginning, and they are decoded over the same keys.
+        todo.sort(key=lambda pair: _beginning(pair[0], **pair[1]))
+        todo = [(key, request) for key, request in todo if key not in done]
+
+        def answers() -> Iterator[tuple[Key, Generation]]:
+            cancel, remaining = threading.Event(), iter(todo)
+            running: dict[Future[Generation], Key] = {}
+            bar = bar_of("Answering", len(todo), "answer", shown=progress)
+            with bar, ThreadPoolExecutor(at_once, "kp-many") as pool:
+                try:
+                    while True:
+                        for key, request in islice(remaining, at_once - len(running)):
+                            running[pool.submit(self.generate, **{**options, **request, "cancel": cancel})] = key
+                        if not running:
+                            return
+                        for future in wait(running, return_when=FIRST_COMPLETED).done:
+                            key = running.pop(future)
+                            bar.update()
+                            yield key, future.result()
+                finally:
+                    cancel.set()  # A caller that leaves the loop early, or gets an error, waits for one step at most.
+
+        return answers()
 
     async def agenerate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401
         """As `generate`, without blocking the event loop. Cancelling the task stops the generation."""
@@ -339,7 +368,7 @@ class Session(Shared):
         """
         lazy = lazy or self.is_lazy
         self._need("kv", "building packs", needed=not lazy)
-        annotated_texts = zip(texts, provenance or itertools.repeat({}, len(texts)), strict=True)
+        annotated_texts = zip(texts, provenance or repeat({}, len(texts)), strict=True)
         environment = {"device": platform.machine(), "torch": importlib.metadata.version("torch"), "engine": self.name}
         limit_tokens = None if lazy else self.max_positions
         waiting: deque[KnowledgePack] = deque()
@@ -519,6 +548,18 @@ def _written(store: Packs, kept: Sequence[tuple[Entry, KVTensors]]) -> Iterator[
         except (OSError, PackError) as error:
             logger.warning("KV of %s could not be kept: %s", ", ".join(sorted(entry.owners)), error)
         yield
+
+
+def _beginning(key: object, messages: Any = None, packs: Iterable[Any] | None = None, **_: object) -> str:  # noqa: ANN401
+    """The sort key of a request: its packs by name, then the conversation from its first word on."""
+    if messages is None:
+        expected = "expected a conversation, or a mapping of `messages` and options"
+        raise OptionError(f"The request {key!r} has no messages; {expected}.")
+    names = [str(getattr(pack, "text", pack)) for pack in packs or ()]
+    said = (
+        messages if isinstance(messages, str) else [f"{each.get('role')}: {each.get('content')}" for each in messages]
+    )
+    return "\n".join((*names, *([said] if isinstance(said, str) else said)))
 
 
 def _of_asyncio(options: Mapping[str, Any]) -> tuple[Request, Limit]:
