@@ -242,12 +242,13 @@ class Selector:
 
     def _weights(self, packs: Sequence[PackRef], query: str, view: PackView | None) -> list[Tensor]:
         """How much the retrieval heads attend to the tokens of each pack, `(heads, tokens)` each."""
-        for anew in (False, True):
-            layers, heads = self._heads(anew=anew)
-            weights = self._by_head(packs, query, view, max(layers) + 1)
-            with suppress(IndexError):  # What was stored is not of this model.
-                return [each[layers, heads] for each in weights]
-        raise AssertionError("heads that were just measured are there")
+        layers, heads = self._heads()
+        weights = self._by_head(packs, query, view, max(layers) + 1)
+        try:
+            return [each[layers, heads] for each in weights]
+        except IndexError:  # What was stored is not of this model.
+            self._found = None
+            return self._weights(packs, query, view)
 
     def _by_head(
         self, packs: Sequence[PackRef], query: str, view: PackView | None, layers: int | None = None
@@ -281,27 +282,23 @@ class Selector:
             raise _CannotChooseError("some packs are not compiled for this model")
         return [weights[..., span.start - start : span.stop - start] for span in prompt.spans]
 
-    def _heads(self, *, anew: bool = False) -> tuple[list[int], list[int]]:
-        """Layers and heads of the retrieval heads; `anew`, whatever is kept. Waits until they are found."""
-        if anew:
-            self._found = None
+    def _heads(self) -> tuple[list[int], list[int]]:
+        """Layers and heads of the retrieval heads. Waits until they are found."""
         while (found := self._found) is None:
             for _ in bar_of("Finding the retrieval heads of this model", len(_PROBES), "text", self._search()):
                 pass
         return found
 
     def _search(self) -> Iterator[None]:
-        """Find the retrieval heads, one text a step; threads share the work. They are kept in the cache directory."""
+        """Find the retrieval heads, one text a step; threads share the work."""
         while self._found is None:
             with self._searching:
-                if self._found is None and (found := self._next_text()):
-                    with suppress(OSError):
-                        replace_file(_file_of(self._host), [json.dumps(list(zip(*found, strict=True))).encode()])
-                    self._found = found
+                if self._found is None:
+                    self._next_text()
             yield
 
-    def _next_text(self) -> tuple[list[int], list[int]] | None:
-        """Ask about the next text of our own; after the last, the heads with most weight on the pack asked for."""
+    def _next_text(self) -> None:
+        """Ask about the next text of our own; after the last, keep the heads with most weight on the pack asked for."""
         text, question, names, values = _PROBES[len(self._shares)]
         texts = [text.format(name=name, value=value) for name, value in zip(names, values, strict=True)]
         packs = [PackRef(str(at), pack) for at, pack in enumerate(self._host.build(texts))]
@@ -315,13 +312,16 @@ class Selector:
             shares.append(weights[..., at] / weights.sum(dim=-1))
         self._shares.append(torch.stack(shares))
         if len(self._shares) < len(_PROBES):
-            return None
+            return
         mean = torch.cat(self._shares).mean(dim=0)
         self._shares.clear()
         if not mean.isfinite().all():
             raise _CannotChooseError(_NO_HEADS)
         best = mean.flatten().topk(min(_HEADS, mean.numel())).indices
-        return (best // mean.shape[1]).tolist(), (best % mean.shape[1]).tolist()
+        layers, heads = (best // mean.shape[1]).tolist(), (best % mean.shape[1]).tolist()
+        with suppress(OSError):
+            replace_file(_file_of(self._host), [json.dumps([*zip(layers, heads, strict=True)]).encode()])
+        self._found = layers, heads
 
 
 def selector_of(host: Host) -> Selector:
@@ -414,11 +414,9 @@ def query_of(turns: Sequence[Turn], at: int) -> str:
     words = _words(turns[at])
     if turns[at].role == "user" and any(char.isalnum() for char in words):
         return words[-_QUERY_CHARACTERS:]
-    users = [turn for turn in turns if turn.role == "user"]
-    asked = [_words(turn) for turn in users[-1:]]
+    before = turns[:at] if turns[at].role == "tool" else turns
+    asked = [_words(turn) for turn in before if turn.role == "user"][-1:]
     if turns[at].role == "tool":
-        before = turns[:at]
-        asked = [_words(turn) for turn in before if turn.role == "user"][-1:]
         calls = next((turn.tool_calls for turn in reversed(before) if turn.tool_calls), ())
         asked += [json.dumps(call.get("arguments", call), ensure_ascii=False) for call in calls]
     return "\n".join(asked)[-_QUERY_CHARACTERS:]
