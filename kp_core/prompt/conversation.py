@@ -28,29 +28,12 @@ _MEDIA = ("image", "audio", "video", "screenshot", "inline_data", "inlineData", 
 _FILES = frozenset({"file", "input_file", "document", "media", "container_upload"})
 # Left out without a word: calls are also in `tool_calls`, reasoning is not sent again, and cache points say nothing.
 _CACHE_POINTS = frozenset({"cachePoint", "cache_point"})
-_UNSENT = frozenset(
-    {
-        "tool_call",
-        "tool_use",
-        "function_call",
-        "tool_call_chunk",
-        "invalid_tool_call",
-        "toolUse",
-        "reasoning",
-        "thinking",
-        "redacted_thinking",
-        "reasoning_content",
-        "reasoningContent",
-    }
-)
-_HOLDERS = {  # Parts that wrap content, each with the keys that lead to it.
-    "non_standard": ("value",),
-    "tool_result": ("content",),
-    "search_result": ("content",),
-    "toolResult": ("toolResult", "content"),
-    "citationsContent": ("citationsContent", "content"),
-    "guardContent": ("guardContent", "text"),
-}
+_CALLS = ("tool_call", "tool_use", "function_call", "tool_call_chunk", "invalid_tool_call", "toolUse")
+_THOUGHTS = ("reasoning", "thinking", "redacted_thinking", "reasoning_content", "reasoningContent")
+_UNSENT = frozenset((*_CALLS, *_THOUGHTS))
+# Parts that wrap content, under their own name or one of these keys.
+_HOLDERS = ("non_standard", "tool_result", "search_result", "toolResult", "citationsContent", "guardContent")
+_INSIDE = ("value", "content", "text")
 
 logger = logging.getLogger(__name__)
 
@@ -112,14 +95,21 @@ def placed(
     if placement not in get_args(Placement):
         raise PromptError(f"Got placement {placement!r}; expected 'in_place' or 'system'.")
     turns = to_turns([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, view)
-    segments = (segment for turn in turns for segment in turn.segments) if placement == "system" else ()
-    brought = [segment for segment in segments if isinstance(segment, PackRef)]
-    memory = (*packs, *brought)
-    if brought:
+    memory = [*packs]
+    if placement == "system":
+        memory += (segment for turn in turns for segment in turn.segments if isinstance(segment, PackRef))
         turns = tuple(
             turn.with_segments([s.handle if isinstance(s, PackRef) else s for s in turn.segments]) for turn in turns
         )
-    return _with_memory(turns, memory) if memory else turns
+    if not memory:
+        return turns
+    # Each once, at the start of the system message, which is added if there is none.
+    ordered = dict[str, PackRef]()
+    for reference in memory:
+        ordered.setdefault(reference.handle, replace(reference, memory=True))
+    if turns[0].role == "system":
+        return (turns[0].with_segments((*ordered.values(), *turns[0].segments)), *turns[1:])
+    return (Turn("system", tuple(ordered.values())), *turns)
 
 
 def unresolved(turns: Sequence[Turn]) -> list[tuple[str, str]]:
@@ -128,17 +118,6 @@ def unresolved(turns: Sequence[Turn]) -> list[tuple[str, str]]:
     packs = {segment.handle for segment, _ in segments if isinstance(segment, PackRef)}
     texts = ((segment, role) for segment, role in segments if isinstance(segment, str) and "kp:" in segment)
     return list(dict.fromkeys((name, role) for text, role in texts for name in handles_like(text) if name not in packs))
-
-
-def _with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, ...]:
-    """Put `packs`, each once, at the start of the system message, which is added if there is none."""
-    memory: dict[str, PackRef] = {}
-    for reference in packs:
-        memory.setdefault(reference.handle, replace(reference, memory=True))
-    ordered = tuple(memory.values())
-    if turns[0].role == "system":
-        return (turns[0].with_segments((*ordered, *turns[0].segments)), *turns[1:])
-    return (Turn("system", ordered), *turns)
 
 
 def with_errata(turns: Sequence[Turn]) -> tuple[Turn, ...]:
@@ -240,7 +219,7 @@ def text_of(message: Message) -> str:
     raise PromptError(f"Got content of type {type(content).__name__}; expected a string or text parts.")
 
 
-def _text_of_part(part: object, role: str) -> str:  # noqa: C901 - one case after the other
+def _text_of_part(part: object, role: str) -> str:
     if isinstance(part, str):
         return part
     kind: object = type(part).__name__
@@ -253,9 +232,12 @@ def _text_of_part(part: object, role: str) -> str:  # noqa: C901 - one case afte
             if source.get("type") == "text":
                 return str(source["data"])
         elif kind in _HOLDERS:
-            inside: Any = part
-            for key in _HOLDERS[kind]:
-                inside = inside.get(key) if isinstance(inside, Mapping) else None
+            wrapper = part.get(kind, part)
+            inside = (
+                next((wrapper[key] for key in _INSIDE if key in wrapper), None)
+                if isinstance(wrapper, Mapping)
+                else None
+            )
             return text_of({"role": role, "content": [inside] if isinstance(inside, Mapping) else inside})
         if kind in _CACHE_POINTS or (role == "assistant" and (kind in _UNSENT or part.get("thought") is True)):
             return ""

@@ -23,10 +23,12 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from kp_core.errors import PromptError
 from kp_core.packs.view import PackRef
 from kp_core.prompt.conversation import GAP, Turn, tool_call, with_instruction
 from kp_core.tools import Tool, ToolFormat
@@ -35,9 +37,9 @@ _CALLING = "You can call tools. To call one, write\n{}\nwith arguments that fit 
 
 
 class TurnShaper:
-    """Reshapes turns to what one template supports, as probes show; `render` returns `None` for what it refuses."""
+    """Reshapes turns to what one template supports, as probes show; `render` raises `PromptError` for the others."""
 
-    def __init__(self, render: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str | None]) -> None:
+    def __init__(self, render: Callable[[list[dict[str, Any]], Mapping[str, Any]], str]) -> None:
         token = secrets.token_hex(4)
         user, answer = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
         # Nine characters, because one family of templates demands that length.
@@ -49,11 +51,12 @@ class TurnShaper:
 
         result = {"role": "tool", "content": token, "name": f"n{token}", "tool_call_id": "call00001"}
 
-        def shows(*messages: dict[str, Any]) -> bool:
-            return token in (render(list(messages), None) or "")
+        def shows(*messages: dict[str, Any], times: int = 1, tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
+            with suppress(PromptError):
+                return render([*messages], {"add_generation_prompt": False, "tools": tools}).count(token) >= times
+            return False
 
-        offered = render([user], [Tool(f"n{token}", token).to_dict()])
-        self.takes_tools = token in (offered or "")
+        self.takes_tools = shows(user, tools=[Tool(f"n{token}", token).to_dict()])
         """Whether the template shows tools itself."""
         self._system = shows({"role": "system", "content": token}, user)
         self._as_text = False
@@ -69,12 +72,8 @@ class TurnShaper:
         self._tool = shows(user, calling(f"n{token}") if self._calls else answer, result)
         self._runs = shows(user, {"role": "user", "content": token})
         system = {"role": "system", "content": token}
-
-        def shows_both(*messages: dict[str, Any]) -> bool:
-            return (render(list(messages), None) or "").count(token) > 1
-
-        self._second = shows_both(system, system, user)
-        self._later = shows_both(system, user, answer, system, user) and shows(user, answer, system, user)
+        self._second = shows(system, system, user, times=2)
+        self._later = shows(system, user, answer, system, user, times=2) and shows(user, answer, system, user)
         self.names = frozenset(
             role
             for role, before in (("system", ()), ("user", ()), ("assistant", (user,)))
@@ -125,13 +124,10 @@ class TurnShaper:
         if turn.tool_calls and not self._calls:
             return _with_calls_as_text(turn)
         if turn.tool_calls and self._as_text:
-            functions = [call["function"] for call in turn.tool_calls]
-            as_text = [
-                {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-                for function in functions
-            ]
-            pairs = zip(turn.tool_calls, as_text, strict=True)
-            return replace(turn, tool_calls=tuple({**call, "function": function} for call, function in pairs))
+            written = [json.dumps(call["function"]["arguments"], ensure_ascii=False) for call in turn.tool_calls]
+            pairs = zip(turn.tool_calls, written, strict=True)
+            calls = ({**call, "function": {**call["function"], "arguments": text}} for call, text in pairs)
+            return replace(turn, tool_calls=tuple(calls))
         return turn
 
 

@@ -31,7 +31,7 @@ from kp_core.prompt.conversation import (
     with_errata,
     with_instruction,
 )
-from kp_core.prompt.encoding import Encoded, PromptEncoder, insert
+from kp_core.prompt.encoding import PromptEncoder, insert
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.shims import TurnShaper
 from kp_core.tools import AnswerShape, ToolFormat, format_of, thought_of
@@ -65,7 +65,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._options = dict(options or {})
         self._encoder = PromptEncoder(tokenizer, self._written())
-        self._shaper = TurnShaper(self._try_render)
+        self._shaper = TurnShaper(self._render)
         self.tool_format: ToolFormat = format_of(self.source) if self._shaper.shows_calls else format_of("")
         """How the model writes tool calls."""
         self.thought = thought_of(self.source)
@@ -87,20 +87,17 @@ class ChatTemplate:
         """Digest of source and options."""
         return blake2b((self.source + repr(sorted(self._options.items()))).encode(), digest_size=16).hexdigest()
 
-    def render(  # noqa: PLR0913 - one keyword per thing a caller may ask for
+    def render(
         self,
         messages: Sequence[Message] | str,
         *,
         view: PackView | None = None,
         packs: Sequence[PackRef] = (),
         placement: Placement = "in_place",
-        shape: AnswerShape = _FREE,
-        thinking: bool | None = None,
-        add_generation_prompt: bool = True,
+        **options: Any,  # noqa: ANN401
     ) -> Prompt:
-        """Return the canonical prompt of `messages`: `placed`, then `render_turns`; raises as these."""
-        turns = placed(messages, view=view, packs=packs, placement=placement)
-        return self.render_turns(turns, shape=shape, thinking=thinking, add_generation_prompt=add_generation_prompt)
+        """Return the canonical prompt of `messages`: `placed`, then `render_turns` with `options`; raises as these."""
+        return self.render_turns(placed(messages, view=view, packs=packs, placement=placement), **options)
 
     def render_turns(
         self,
@@ -115,8 +112,11 @@ class ChatTemplate:
         The template shows the tools of `shape` if it can; otherwise the end of the system message lists them. The
         schema of the answer goes there, too. `thinking` is a switch of some templates. Raises `PromptError`.
         """
-        turns = with_errata(turns)
-        switches = self._switches(thinking=thinking)
+        turns, switches = with_errata(turns), dict[str, Any]()
+        if thinking is not None:
+            if not self.thinking_switch:
+                raise PromptError("This chat template has no thinking switch; leave `thinking` unset.")
+            switches[self.thinking_switch] = thinking
         if shape.tools:
             turns = self._shaper.offer(turns, shape.tools, self.tool_format)
             if self._shaper.takes_tools:
@@ -204,12 +204,20 @@ class ChatTemplate:
         Returns for each pack the text that is delivered as KV, and that at its edges which is prefilled with others.
         """
         encoded = self._encoder.encode(prompt.rendered)
-        got, expected = prompt.token_ids, encoded.ids
+        got, expected, texts = prompt.token_ids, encoded.ids, list[tuple[str, str]]()
         if (at := common_length(got, expected)) < min(len(got), len(expected)):
             raise PromptError(f"Token {at} of the prompt is {got[at]}; the single pass gives {expected[at]}.")
         if len(got) != len(expected):
             raise PromptError(f"The prompt has {len(got)} tokens; the single pass gives {len(expected)}.")
-        return tuple(_checked(span, encoded) for span in prompt.spans)
+        for span in prompt.spans:
+            delivered = encoded.text_of(span.start, span.stop)
+            before, middle, after = span.reference.text.partition(delivered)
+            if not middle:
+                raise PromptError(
+                    f"The span of {span.handle} holds {delivered[:40]!r}, which is not in the pack's text."
+                )
+            texts.append((delivered, before + after))
+        return tuple(texts)
 
     @property
     def thinking_switch(self) -> str:
@@ -217,13 +225,6 @@ class ChatTemplate:
         if "enable_thinking" in self.source:
             return "enable_thinking"
         return "thinking" if "thinking is defined" in self.source else ""  # DeepSeek's name for it.
-
-    def _switches(self, *, thinking: bool | None) -> dict[str, Any]:
-        if thinking is None:
-            return {}
-        if name := self.thinking_switch:
-            return {name: thinking}
-        raise PromptError("This chat template has no thinking switch; leave `thinking` unset.")
 
     def _prompt(self, turns: Sequence[Turn], switches: Mapping[str, Any], *, add_generation_prompt: bool) -> Prompt:
         options = {**switches, "add_generation_prompt": add_generation_prompt}
@@ -346,8 +347,7 @@ class ChatTemplate:
             raise PromptError(f"The chat template is no template of Jinja: {error}") from error
 
     def _render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-        # Loads Jinja only when something is rendered.
-        from kp_core.prompt.sandbox import render
+        from kp_core.prompt.sandbox import render  # Loads Jinja only when something is rendered.
 
         variables = {"tools": None, "documents": None, **self._options, **options}
         tokens = getattr(self._tokenizer, "special_tokens_map", {})
@@ -358,24 +358,10 @@ class ChatTemplate:
             roles = ", ".join(message["role"] for message in messages)
             raise PromptError(f"The chat template refused a conversation of [{roles}]: {error}") from error
 
-    def _try_render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
-        try:
-            return self._render(messages, {"add_generation_prompt": False, "tools": tools})
-        except PromptError:
-            return None
-
 
 def _replaced(inputs: _Inputs, old: str, new: str) -> _Inputs:
     messages, options = map_strings(inputs, lambda text: text.replace(old, new))
     return messages, options
-
-
-def _checked(span: Span, encoded: Encoded) -> tuple[str, str]:
-    delivered = encoded.text_of(span.start, span.stop)
-    before, middle, after = span.reference.text.partition(delivered)
-    if not middle:
-        raise PromptError(f"The span of {span.handle} holds {delivered[:40]!r}, which is not in the pack's text.")
-    return delivered, before + after
 
 
 def _marks(turns: Sequence[Turn]) -> list[list[tuple[int, str]]]:
