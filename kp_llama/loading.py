@@ -110,7 +110,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         pass_tokens=context.batch_tokens,
     )
     name = BUNDLED_MODEL if model is None else path.stem
-    return Session(engine, name=name, template=template, probe=engine.seconds_per_token)
+    return Session(engine, name=name, template=template)
 
 
 def _check_ids(context: Context, tokenizer: Any) -> None:  # noqa: ANN401

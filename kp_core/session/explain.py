@@ -1,14 +1,13 @@
-"""Shows a plan as a table: the source of the KV of each part of a prompt, and its estimated cost."""
+"""Shows a plan as a table: the source of the KV of each part of a prompt."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kp_core.plan.plan import COMPUTED, Plan
+from kp_core.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -16,7 +15,7 @@ class Row:
     """The tokens `start:stop` of a prompt: what they are, and the source of their KV.
 
     `source` is `tree` (in memory), `pack` (stored), `kept` (stored by an earlier request), `composed` (by the composer
-    `method`), `steered` or `computed`. `seconds` is an estimate, `None` if there is none.
+    `method`), `steered` or `computed`.
     """
 
     start: int
@@ -24,7 +23,6 @@ class Row:
     what: str
     source: str
     method: str = ""
-    seconds: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -49,6 +47,19 @@ class Explanation:
     miss: str = ""
     """See `Usage.miss`."""
 
+    @classmethod
+    def of(cls, plan: Plan, found: int, state_bytes: int, *, is_bitwise: bool, miss: str) -> Explanation:
+        """The explanation of `plan`, when the prefix tree has the first `found` tokens of its prompt.
+
+        `state_bytes` is that at each end of a pack or a message.
+        """
+        rows = list[Row]()
+        for start, stop, source, region in plan.sources(found):
+            method = region.composer.key if region.composer and source == "composed" else ""
+            rows.append(Row(start, stop, _what(plan, start, stop), source, method))
+        states = len(plan.ends) if state_bytes else 0
+        return cls(tuple(rows), plan.token_budget, states, states * state_bytes, is_bitwise, plan.choice, miss)
+
     @property
     def counts(self) -> Mapping[str, int]:
         """Number of tokens by source."""
@@ -64,14 +75,13 @@ class Explanation:
         return {"regions": rows, "tokens": dict(self.counts), **summary}
 
     def __str__(self) -> str:
-        cells = [("tokens", "from", "to", "source", "estimate", "what")]
+        cells = [("tokens", "from", "to", "source", "what")]
         for row in self.rows:
-            cost = "?" if row.seconds is None else f"~{row.seconds:.2g} s" if row.seconds else "0 s"
             source = f"{row.source} ({row.method})" if row.method else row.source
-            cells.append((str(row.tokens), str(row.start), str(row.stop), source, cost, row.what))
+            cells.append((str(row.tokens), str(row.start), str(row.stop), source, row.what))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [
-            "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, ">>><<<", widths, strict=True)).rstrip()
+            "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, ">>><<", widths, strict=True)).rstrip()
             for row in cells
         ]
         total = ", ".join(f"{tokens} {source}" for source, tokens in self.counts.items())
@@ -80,29 +90,6 @@ class Explanation:
         chosen = [f"composer: {self.choice}"] if self.choice else []
         last = f"{total}; the answer may take {self.token_budget} tokens{states}{rounding}"
         return "\n".join([*lines, *chosen, last + (f". {self.miss}" if self.miss else "")])
-
-
-def explain(  # noqa: PLR0913 - one for each part of it
-    plan: Plan,
-    found: int,
-    seconds_per_token: float,
-    state_bytes: int = 0,
-    *,
-    is_bitwise: bool = True,
-    miss: str = "",
-) -> Explanation:
-    """The explanation of `plan`, when the prefix tree has the first `found` tokens of its prompt.
-
-    `seconds_per_token` is NaN when it is not known. `state_bytes` is that at each end of a pack or a message.
-    """
-    rows: list[Row] = []
-    for start, stop, source, region in plan.sources(found):
-        cost = seconds_per_token * (stop - start) if source in COMPUTED else 0.0
-        method = region.composer.key if region.composer and source == "composed" else ""
-        description = _what(plan, start, stop)
-        rows.append(Row(start, stop, description, source, method, None if math.isnan(cost) else cost))
-    states = len(plan.ends) if state_bytes else 0
-    return Explanation(tuple(rows), plan.token_budget, states, states * state_bytes, is_bitwise, plan.choice, miss)
 
 
 def _what(plan: Plan, start: int, stop: int) -> str:

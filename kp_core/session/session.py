@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import importlib.metadata
 import logging
-import math
 import platform
 import threading
 from collections import deque
@@ -13,7 +12,7 @@ from collections.abc import Callable, Container, Generator, Hashable, Iterable, 
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import islice, repeat
 from typing import Any, NoReturn, TypeVar
 
@@ -46,7 +45,7 @@ from kp_core.progress import bar_of
 from kp_core.prompt.conversation import Message
 from kp_core.prompt.template import ChatTemplate
 from kp_core.session.deciding import Decisions, Question, Rotations, asked_behind, ballots_of
-from kp_core.session.explain import Explanation, explain
+from kp_core.session.explain import Explanation
 from kp_core.session.idle import IdleQueue, Job
 from kp_core.session.reading import Generation, grammar_of, miss_of, read_answer, usage_of, usage_of_all
 from kp_core.session.stream import AsyncStream, Stream, in_thread
@@ -58,16 +57,14 @@ from kp_core.tools import Delta
 logger = logging.getLogger(__name__)
 
 Key = TypeVar("Key", bound=Hashable)
-_PACED = 256  # Shorter prefills do not count for the pace, because the fixed cost of a pass dominates them.
 
 
 class Session(Shared):
     """Does everything with an engine: builds packs, and answers, explains and measures conversations.
 
-    `template` is by default that of the engine's tokenizer. `probe` measures the seconds that prefilling one token
-    takes; `explain` uses it until requests have shown it. Options of a request are those of `Request`, by name. Unknown
-    options raise `OptionError`, and options that the engine does not support raise `UnsupportedRequestError`, both at
-    the call. Several threads may use one session.
+    `template` is by default that of the engine's tokenizer. Options of a request are those of `Request`, by name.
+    Unknown options raise `OptionError`, and options that the engine does not support raise `UnsupportedRequestError`,
+    both at the call. Several threads may use one session.
     """
 
     def __init__(
@@ -76,12 +73,10 @@ class Session(Shared):
         *,
         name: str | None = None,
         template: ChatTemplate | None = None,
-        probe: Callable[[], float] = lambda: math.nan,
     ) -> None:
         self.engine, self.name = engine, name or type(engine).__name__
         self.loads: Callable[[], Session] | None = None
         """Loads it in another process; `None` if nothing can. `load_engine` sets it."""
-        self._probe = cache(probe)
         self.template = template or ChatTemplate(engine.tokenizer)
         """The model's chat template."""
         self.tokenizer: Any = engine.tokenizer
@@ -89,7 +84,6 @@ class Session(Shared):
         self._idle, self._planning = IdleQueue(), threading.Lock()
         self._last_planner: Planner | None = None
         make_anew(self)
-        self._pace = (0, 0.0)  # Sums over requests: computed tokens, and seconds to the first token.
 
     def forked(self) -> None:
         """In a forked process: begin as a new session on the engine. The other process does its background work."""
@@ -143,8 +137,6 @@ class Session(Shared):
                 build = partial(self.build_packs, progress=False)
                 host = Host(self.engine, self.fingerprint, self.template, self._attention, build, self.when_idle)
                 self._last_planner = Planner(host)
-                self._pace = (0, 0.0)
-                self._probe.cache_clear()
             return self._last_planner
 
     @property
@@ -322,12 +314,9 @@ class Session(Shared):
         """What `generate` would do with this request, as a table of regions. A composer that chooses packs does."""
         request = Request.of(options)
         plan = self._plan(messages, request, learn=False)
-        found = self._planner.cached_tokens(plan)
-        tokens, seconds = self._pace
-        pace = seconds / tokens if tokens else self._probe()
-        is_bitwise = "bitwise" in self.supports
+        found, is_bitwise = self._planner.cached_tokens(plan), "bitwise" in self.supports
         miss = miss_of(plan, found, self.tokenizer, request.shape.tools)
-        return explain(plan, found, pace, self.state_bytes, is_bitwise=is_bitwise, miss=miss)
+        return Explanation.of(plan, found, self.state_bytes, is_bitwise=is_bitwise, miss=miss)
 
     def build_pack(  # noqa: PLR0913 - as `build_packs`
         self,
@@ -509,8 +498,6 @@ class Session(Shared):
         self._keep(plan, request, stream)
         usage = generation.usage
         log_event(logger, "packs read", packs=len(plan.prompt.spans), **{**vars(usage), "miss": bool(usage.miss)})
-        if usage.computed_tokens >= _PACED:
-            self._pace = (self._pace[0] + usage.computed_tokens, self._pace[1] + usage.ttft_s)
         return generation
 
     def _keep(self, plan: Plan, request: Request, stream: TokenStream) -> None:

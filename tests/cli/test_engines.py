@@ -32,7 +32,7 @@ def test_ask_explains_its_plan_and_computes_nothing(kp: Kp, bank: Path, monkeypa
             patch.setattr(tiny().engine, name, None)
         code, out, _ = kp("ask", "bank", *QUESTION, *TINY, "--explain", "--kv", "stored")
         assert code == 0
-        assert out.splitlines()[0].split() == ["tokens", "from", "to", "source", "estimate", "what"]
+        assert out.splitlines()[0].split() == ["tokens", "from", "to", "source", "what"]
         assert "; the answer may take 4 tokens" in " ".join(out.split())
         assert "Sources" not in out
         about = as_json(kp("ask", "bank", *QUESTION, *TINY, "--explain", "--json"))

@@ -145,7 +145,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         pass_tokens=_CHUNK[causal.shape.device.type] if chunk_tokens is None else chunk_tokens,
         renew=renew,
     )
-    return Session(engine, name=name_of(model), template=template, probe=engine.seconds_per_token)
+    return Session(engine, name=name_of(model), template=template)
 
 
 def positions(model: str | Path | None) -> int | None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import closing
@@ -35,7 +33,6 @@ from kp_core.tools import Scores
 _WINDOW = 256
 """Plans of `kv` examined together: enough to find several with the same prefix, few enough to hold in memory."""
 _MOST_TEXTS, _MOST_TOKENS = 16, 512  # Of one pass.
-_PACE_TOKENS = 128  # Tokens of the pass that is timed.
 _NEVER = Limit()
 
 
@@ -221,20 +218,6 @@ class LocalEngine:
         """Drop all KV that is not in use, and all idle buffers."""
         self.tree.clear()
         self.pool.clear()
-
-    def seconds_per_token(self) -> float:
-        """Approximate seconds to prefill one token, measured by one pass; NaN without room for it."""
-        tokens = min(_PACE_TOKENS, self.max_positions)
-        with self.pool.turn(Limit()):
-            buffer = self.pool.take(tokens, ())
-        if buffer is None:
-            return math.nan
-        try:
-            began = time.perf_counter()
-            self.scheduler.forward([0] * tokens, buffer).cpu()  # Waits for an accelerator.
-            return (time.perf_counter() - began) / tokens
-        finally:
-            self.pool.give(buffer)
 
     def free_memory(self) -> None:
         """Free what no request uses in the memory of the device."""
