@@ -49,8 +49,6 @@ class TokenStream:
         """Tokens of the prompt, from the first on, that were in memory when it began."""
         self.approximate_tokens = 0
         """Tokens of the prompt whose KV an approximate composer made."""
-        self.state_bytes = 0
-        """Bytes of the recurrent-layer states kept for the prompt."""
         self.finish: FinishReason = "length"
         """Why the stream ended: `"stop"` after an end token, `"cancelled"`, else `"length"`."""
         self.first_logits: Tensor | None = None

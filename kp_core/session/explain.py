@@ -36,10 +36,6 @@ class Explanation:
 
     rows: tuple[Row, ...]
     token_budget: int
-    states: int = 0
-    """Number of ends of packs and messages where states of recurrent layers are kept; 0 for models without them."""
-    state_bytes: int = 0
-    """Bytes of these states, in addition to the KV."""
     is_bitwise: bool = True
     """Whether reused KV has the same bits as computed KV."""
     choice: str = ""
@@ -48,17 +44,13 @@ class Explanation:
     """See `Usage.miss`."""
 
     @classmethod
-    def of(cls, plan: Plan, found: int, state_bytes: int, *, is_bitwise: bool, miss: str) -> Explanation:
-        """The explanation of `plan`, when the prefix tree has the first `found` tokens of its prompt.
-
-        `state_bytes` is that at each end of a pack or a message.
-        """
+    def of(cls, plan: Plan, found: int, *, is_bitwise: bool, miss: str) -> Explanation:
+        """The explanation of `plan`, when the prefix tree has the first `found` tokens of its prompt."""
         rows = list[Row]()
         for start, stop, source, region in plan.sources(found):
             method = region.composer.key if region.composer and source == "composed" else ""
             rows.append(Row(start, stop, _what(plan, start, stop), source, method))
-        states = len(plan.ends) if state_bytes else 0
-        return cls(tuple(rows), plan.token_budget, states, states * state_bytes, is_bitwise, plan.choice, miss)
+        return cls(tuple(rows), plan.token_budget, is_bitwise, plan.choice, miss)
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -85,10 +77,9 @@ class Explanation:
             for row in cells
         ]
         total = ", ".join(f"{tokens} {source}" for source, tokens in self.counts.items())
-        states = f"; {self.states} states of recurrent layers take {self.state_bytes:,} bytes" if self.states else ""
         rounding = "" if self.is_bitwise else "; what is reused may round differently from what would be computed"
         chosen = [f"composer: {self.choice}"] if self.choice else []
-        last = f"{total}; the answer may take {self.token_budget} tokens{states}{rounding}"
+        last = f"{total}; the answer may take {self.token_budget} tokens{rounding}"
         return "\n".join([*lines, *chosen, last + (f". {self.miss}" if self.miss else "")])
 
 

@@ -61,11 +61,8 @@ class Usage:
     """Tokens of `pack_tokens` that belong to errata."""
     unresolved_handles: int = 0
     """Handles that brought no pack and were sent as text; see the option `unresolved`."""
-    state_bytes: int = 0
-    """Bytes of the kept states of recurrent layers for the prompt, beside its KV; 0 for models without them."""
     choice: str = ""
     """The composer that was chosen, and why, if the request left that open; or why it could not choose; else empty."""
-
     miss: str = ""
     """The first token that is neither in memory nor stored, and what put it there; empty if none was computed."""
 
@@ -280,7 +277,6 @@ def usage_of(plan: Plan, stream: TokenStream, completion: int, ttft: float, miss
         unread_packs=prompt.unread,
         unresolved_handles=prompt.unresolved,
         errata_tokens=sum(span.errata_tokens for span in prompt.spans),
-        state_bytes=stream.state_bytes,
         choice=plan.choice,
         miss=miss if was_read and stream.computed_tokens else "",
     )

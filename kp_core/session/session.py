@@ -316,7 +316,7 @@ class Session(Shared):
         plan = self._plan(messages, request, learn=False)
         found, is_bitwise = self._planner.cached_tokens(plan), "bitwise" in self.supports
         miss = miss_of(plan, found, self.tokenizer, request.shape.tools)
-        return Explanation.of(plan, found, self.state_bytes, is_bitwise=is_bitwise, miss=miss)
+        return Explanation.of(plan, found, is_bitwise=is_bitwise, miss=miss)
 
     def build_pack(  # noqa: PLR0913 - as `build_packs`
         self,

@@ -61,7 +61,7 @@ def test_reuse_goes_to_the_ends_of_messages_and_packs(kind, tmp_path):
     engine, store = engine_of(kind), PackStore(tmp_path)
     text = letters(4 * CHUNK)
     first = engine.prefill(ask(text))
-    assert engine.cached_bytes < first.usage.state_bytes + len(first.prompt) * engine.bytes_per_token + 268 * 4 + 1
+    assert engine.cached_bytes < 2 * engine.state_bytes + len(first.prompt) * engine.bytes_per_token + 268 * 4 + 1
     # The chunks are the same, but no state is kept within a message.
     assert same_cold(engine, ask(text[:-1] + "!")).reused_tokens < CHUNK
     messages = [*ask(text), {"role": "assistant", "content": "x"}, *ask("y")]
@@ -136,14 +136,6 @@ def test_what_states_cost_is_told():
     engine = engine_of("qwen3_next")
     # A recurrent state of 4 heads of 8 by 8 numbers, and 3 tokens behind the last one of 64 channels; float32.
     assert engine.state_bytes == (4 * 8 * 8 + 64 * 4) * 4
-    explained = engine.explain(ask(letters(100)))
-    assert (
-        explained.states * engine.state_bytes
-        == explained.state_bytes
-        == engine.prefill(ask(letters(100))).usage.state_bytes
-    )
-    assert f"{explained.states} states of recurrent layers take {explained.state_bytes:,} bytes" in str(explained)
-    assert explained.to_dict()["state_bytes"] == explained.state_bytes
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "mamba2"])

@@ -396,7 +396,6 @@ def _tell(stream: TokenStream, run: Run, computed: int = 0) -> None:
     stream.computed_tokens, stream.approximate_tokens = computed + run.computed, run.approximate
     stream.found_tokens = run.found
     stream.first_logits, stream.kept = run.logits, run.kept
-    stream.state_bytes = sum(kv.state_bytes for _, kv in run.path.held)
 
 
 def _scored(logits: Tensor, token: int, most: int) -> Scores:
