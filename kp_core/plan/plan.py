@@ -251,7 +251,11 @@ def plan_steered(prompt: Prompt, steering: Steering | None, scope: Scope | None)
     """
     if scope not in (None, *get_args(Scope)):
         raise OptionError(f"Got the scope {scope!r}; expected one of {', '.join(get_args(Scope))}, or None.")
-    parts = _parts(prompt, steering, scope, len(prompt) - 1)
+    if steering is not None and scope is None:
+        head = next(iter(prompt.breaks), len(prompt))
+        is_head = all(span.stop <= head and span.pack.steering is None for span in prompt.spans)
+        scope = "system" if is_head else "pack"
+    parts = _parts(prompt, steering, scope)
     for region in parts:
         if region.steering and region.steering.keys and len(region) > 1:
             raise OptionError(
@@ -264,46 +268,27 @@ def plan_steered(prompt: Prompt, steering: Steering | None, scope: Scope | None)
     return tuple(Region(group[0].start, group[-1].stop, "steered", parts=tuple(group)) for group in groups.values())
 
 
-def _parts(prompt: Prompt, steering: Steering | None, scope: Scope | None, end: int) -> list[Region]:
-    if steering is not None and scope is None:
-        scope = "system" if _heads(prompt) else "pack"
+def _parts(prompt: Prompt, steering: Steering | None, scope: Scope | None) -> list[Region]:
+    end, head = len(prompt) - 1, next(iter(prompt.breaks), len(prompt))
     if steering is not None and scope == "pack" and not prompt.spans:
         raise OptionError("Got scope='pack' for a prompt without packs. Leave the scope out to steer the system head.")
     steered = []
     for span in prompt.spans:
-        total = _total(span.pack.steering, steering if scope == "pack" else None)
+        total = steering if scope == "pack" else None
+        if (own := span.pack.steering) is not None:
+            if not isinstance(own, Steering):
+                raise OptionError(f"Got a pack steered by {type(own).__name__}; expected a Steering.")
+            total = own if total is None else own + total
         if total is not None and not total.is_zero and span.start < end:
             steered.append(Region(span.start, min(span.stop, end), "steered", steering=total))
     if steering is None or scope == "pack":
         return steered
-    target = Region(*_range(prompt, scope, end), "steered", steering=steering)
-    if target.start < 0 or target.stop <= target.start:
+    start, stop = (end - 1 if scope == "last_token" else 0), (min(head, end) if scope == "system" else end)
+    if start < 0 or stop <= start:
         raise OptionError(f"The prompt of {len(prompt)} tokens has nothing to steer for scope={scope!r}.")
-    for part in steered:
-        if part.start < target.stop and target.start < part.stop:
-            raise OptionError(
-                f"Got scope={scope!r} over the tokens {part.start}:{part.stop} of a pack that is steered itself. Use "
-                "scope='pack', which adds up, or the plain pack."
-            )
-    return sorted((target, *steered), key=lambda part: part.start)
-
-
-def _heads(prompt: Prompt) -> bool:
-    """Whether all packs are unsteered and in the head of the prompt; steering the head then includes them."""
-    stop = prompt.breaks[0] if prompt.breaks else len(prompt)
-    return all(span.stop <= stop and span.pack.steering is None for span in prompt.spans)
-
-
-def _range(prompt: Prompt, scope: Scope | None, end: int) -> tuple[int, int]:
-    if scope == "last_token":
-        return end - 1, end
-    return 0, min(prompt.breaks[0], end) if scope == "system" and prompt.breaks else end
-
-
-def _total(own: object, steering: Steering | None) -> Steering | None:
-    """Return the sum of a pack's own steering and `steering`."""
-    if own is None:
-        return steering
-    if not isinstance(own, Steering):
-        raise OptionError(f"Got a pack steered by {type(own).__name__}; expected a Steering.")
-    return own if steering is None else own + steering
+    if part := next((part for part in steered if part.start < stop and start < part.stop), None):
+        raise OptionError(
+            f"Got scope={scope!r} over the tokens {part.start}:{part.stop} of a pack that is steered itself. Use "
+            "scope='pack', which adds up, or the plain pack."
+        )
+    return sorted((Region(start, stop, "steered", steering=steering), *steered), key=lambda part: part.start)
