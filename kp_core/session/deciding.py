@@ -23,7 +23,7 @@ class Question:
     """Something to decide about a state: what is asked, and the labels to choose from, in their order.
 
     `labels` are names, or a mapping of names to descriptions (empty for none). Raises `OptionError` for no text, for no
-    labels or more than 52, and for labels that are blank or equal.
+    labels or more than 52, for labels that are blank or equal, and for descriptions that are no text.
     """
 
     instructions: str
@@ -41,6 +41,8 @@ class Question:
         for name in names:
             if not isinstance(name, str) or not name.strip() or names.count(name) > 1:
                 raise OptionError(f"Got the label {name!r} in {names}; expected different names that are not blank.")
+            if isinstance(labels, Mapping) and not isinstance(labels[name] or "", str):
+                raise OptionError(f"Got the description {labels[name]!r} of {name!r}; expected a string.")
 
     def decided(self, shares: Sequence[Tensor]) -> Decision:
         """The answer, from the probabilities of the labels in each rotation."""
@@ -133,9 +135,12 @@ def ballots_of(questions: Mapping[Any, Question], rotations: Rotations, tokenize
 
 
 def _tokens(*writings: str, tokenizer: Any) -> frozenset[int]:  # noqa: ANN401
-    """The tokens that are one of `writings`, with or without a blank before it. Empty if there is none."""
+    """The tokens that are one of `writings`, with or without a blank before it. Empty if there is none.
+
+    In prompts the text of a special token is plain text, so none of those.
+    """
     encoded = (tokenizer.encode(blank + text, add_special_tokens=False) for text in writings for blank in ("", " "))
-    return frozenset(ids[0] for ids in encoded if len(ids) == 1)
+    return frozenset(ids[0] for ids in encoded if len(ids) == 1 and ids[0] not in tokenizer.added_tokens_decoder)
 
 
 def asked_behind(state: Sequence[Message] | str, text: str) -> Sequence[Message]:
@@ -143,7 +148,7 @@ def asked_behind(state: Sequence[Message] | str, text: str) -> Sequence[Message]
     if not isinstance(state, Iterable):
         raise PromptError(f"Got the state {state!r}; expected a string or messages.")
     messages = [{"role": "user", "content": state}] if isinstance(state, str) else [*state]
-    if messages and messages[-1].get("role") == "user":
+    if messages and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "user":
         *messages, last = messages
         return [*messages, {**last, "content": GAP.join(filter(None, (text_of(last), text)))}]
     return [*messages, {"role": "user", "content": text}]

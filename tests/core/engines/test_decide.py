@@ -149,9 +149,9 @@ def test_labels_of_one_token_stand_for_themselves_and_others_get_letters():
     )
 
 
-@pytest.mark.parametrize("labels", [["a", "A"], ["the 1", "the 2"], ["long " * 200, "short"]])
+@pytest.mark.parametrize("labels", [["a", "A"], ["the 1", "the 2"], ["long " * 200, "short"], ["<|im_end|>", "A"]])
 def test_labels_that_no_token_tells_apart_are_decided_by_letters(labels):
-    """They begin alike, differ in their first letter alone, or are long."""
+    """They begin alike, differ in their first letter alone, are long, or are the text of a special token."""
     engine, question = tiny_engine(), Question("Which?", labels)
     [ballot] = ballots_of({0: question}, 1, engine.tokenizer)
     assert f"\n\nA: {labels[0]}\nB: {labels[1]}\n\n" in ballot.text
@@ -182,6 +182,7 @@ def test_a_question_ends_the_last_message_of_the_user():
         (lambda: {0: Question("Who?", ["a", "a"])}, OptionError, "different names"),
         (lambda: {0: Question("Who?", ["a", " "])}, OptionError, "not blank"),
         (lambda: {0: Question("Who?", "ab")}, OptionError, "a list of names"),
+        (lambda: {0: Question("Who?", {"a": "", "b": 5})}, OptionError, "description 5 of 'b'"),
         (lambda: {0: Question("Who?", [str(n) for n in range(53)])}, OptionError, "53 labels"),
         (lambda: {0: Question(" ")}, OptionError, "text of a question"),
     ],
@@ -212,6 +213,8 @@ def test_bad_states_are_refused(tmp_path):
     assert same(engine, sent.answers["words"], plain(engine, lost, QUESTIONS["words"]))
     with pytest.raises(PromptError, match="a string or messages"):
         engine.decide(7, QUESTIONS)
+    with pytest.raises(PromptError, match="'text'; expected a mapping"):
+        engine.decide(["text"], QUESTIONS)
     with pytest.raises(OptionError, match="no option"):
         engine.decide(TEXT, QUESTIONS, rotation=2)
     with pytest.raises(UnsupportedRequestError, match="decisions"):
