@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import httpx
+import torch
+from torch import Tensor
 
 from kp_core.errors import ModelError, PackError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
 from kp_core.plan.engine import TokenStream
-from kp_core.plan.plan import Limit, Plan
+from kp_core.plan.plan import Limit, Plan, Sampling
 from kp_core.prompt.template import ChatTemplate
 from kp_core.session.session import Session
 from kp_core.threads import make_anew
+from kp_core.tools import Scores
 from kp_serve.asked import COMPUTED, FIRST_PACK, asked
+
+_AT_ONCE = 8  # Connections for the questions of one decision.
 
 
 def load_session(
@@ -117,6 +126,10 @@ class VLLMEngine:
 
         Raises `UnsupportedRequestError` for composers that do more than move packs.
         """
+        return self._stream(plan)
+
+    def _stream(self, plan: Plan, **more: Any) -> TokenStream:  # noqa: ANN401
+        """The answer to a plan; `more` are further fields of the request."""
         sampling = plan.sampling
         composers = {region.composer.key: region.composer for region in plan.regions if region.composer}
         if unsupported := sorted(key for key, composer in composers.items() if not composer.only_moves):
@@ -143,7 +156,43 @@ class VLLMEngine:
             body["structured_outputs"] = {"grammar": plan.grammar}
         if (altered := asked(plan)) is not None:
             body["kp"] = altered
-        return TokenStream(partial(self._answer, plan, body))
+        return TokenStream(partial(self._answer, plan, body | more))
+
+    def branch(
+        self, plans: Sequence[Plan], stream: TokenStream, tokens: Sequence[Collection[int]]
+    ) -> Generator[Tensor]:
+        """See `Branches.branch`. Each plan is a request for one token.
+
+        Raises `UnsupportedRequestError` for a server that does not give the log-probabilities of chosen tokens.
+        """
+
+        def run(plan: Plan, ids: Collection[int]) -> TokenStream:
+            plain = replace(plan, sampling=Sampling(), token_budget=1, grammar=None)
+            answer = self._stream(plain, logprobs=1, logprob_token_ids=[*ids], return_tokens_as_token_ids=True)
+            answer.limit = stream.limit
+            for _ in answer:
+                pass
+            return answer
+
+        pool = ThreadPoolExecutor(_AT_ONCE)
+        try:
+            for some in (slice(1), slice(1, None)):  # In the server's cache the others find what the first computes.
+                for ids, answer in zip(tokens[some], pool.map(run, plans[some], tokens[some]), strict=True):
+                    if stream.limit.is_set():
+                        raise CancelledError
+                    stream.computed_tokens += answer.computed_tokens
+                    stream.approximate_tokens = answer.approximate_tokens
+                    scores = dict(chain.from_iterable(answer.logprobs))
+                    if not scores.keys() >= set(ids):
+                        raise UnsupportedRequestError(
+                            f"{self.base_url} does not offer decisions: it does not give the log-probabilities of "
+                            "chosen tokens, as vLLM does from 0.32 on."
+                        )
+                    logits = torch.full((max(scores) + 1,), math.nan, dtype=torch.float64)
+                    logits[[*scores]] = torch.tensor([*scores.values()], dtype=torch.float64)
+                    yield logits
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:  # noqa: ARG002 - the seam's
         """Raises `UnsupportedRequestError`: KV stays on the server that computed it."""
@@ -185,6 +234,7 @@ class VLLMEngine:
             computed_before = event.get(COMPUTED, computed_before)
             for choice in event.get("choices", ()):
                 tokens = choice.get("token_ids") or []
+                stream.logprobs += _scores(choice)
                 if not choice.get("finish_reason"):
                     yield from tokens
                     continue
@@ -248,6 +298,13 @@ class VLLMEngine:
                 f"No server of `kp serve` answers at {self.base_url} ({type(error).__name__}: {error}). "
                 "Check the address, and that it has started."
             ) from error
+
+
+def _scores(choice: Mapping[str, Any]) -> list[Scores]:
+    """The log-probabilities in a choice whose tokens are named by their ids, as `token_id:7`; NaN comes as null."""
+    tops = (choice.get("logprobs") or {}).get("top_logprobs", ())
+    named = ([(int(name.removeprefix("token_id:")), value) for name, value in top.items()] for top in tops)
+    return [[(token, math.nan if value is None else value) for token, value in scores] for scores in named]
 
 
 def _error_message(response: httpx.Response) -> str:

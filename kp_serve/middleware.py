@@ -34,8 +34,9 @@ _CHAT = (
     "messages top_logprobs max_completion_tokens tools tool_choice parallel_tool_calls reasoning_effort "
     "include_reasoning chat_template_kwargs add_generation_prompt continue_final_message functions function_call"
 )
+_PLAIN = "prompt suffix best_of kp logprob_token_ids return_tokens_as_token_ids"
 _FIELDS = {
-    "/v1/completions": {*_BOTH.split(), "prompt", "suffix", "best_of", "kp"},
+    "/v1/completions": {*_BOTH.split(), *_PLAIN.split()},
     "/v1/chat/completions": {*_BOTH.split(), *_CHAT.split()},
 }
 _LOOK_SECONDS = 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 from weakref import WeakSet
@@ -148,8 +148,12 @@ class Attends(Protocol):
 class Branches(Protocol):
     """An engine that computes prompts with a common beginning together."""
 
-    def branch(self, plans: Sequence[Plan], stream: TokenStream) -> Generator[Tensor]:
+    def branch(
+        self, plans: Sequence[Plan], stream: TokenStream, tokens: Sequence[Collection[int]]
+    ) -> Generator[Tensor]:
         """The logits behind the prompt of each plan, `(vocabulary,)`, in order. `stream` gets the cost of all.
+
+        An engine may leave out tokens that are not in `tokens` of the plan, and shift the others by a constant.
 
         Raises `CancelledError` at `stream.limit`.
         """

@@ -260,7 +260,7 @@ class Session(Shared):
         the same result as each alone.
 
         Raises as `generate`, `OptionError` for bad questions, `UnsupportedRequestError` for models that cannot leave
-        out thinking, and for engines on servers, and `ModelError` for logits that are no numbers.
+        out thinking, and `ModelError` for logits that are no numbers.
         """
         request = Request.of(options)
         return self._decide(state, questions, rotations, request, Limit(request.cancel, request.timeout))
@@ -296,8 +296,8 @@ class Session(Shared):
         if plans[0].opened or self.template.tool_format.answer:
             raise UnsupportedRequestError(f"{self.name} begins each answer with a thought, so it decides nothing.")
         stream, shares = TokenStream(lambda _: iter(())), dict[Any, list[Tensor]]()
-        stream.limit = limit
-        with self._idle.request(), closing(self.engine.branch(plans, stream)) as branches:
+        stream.limit, tokens = limit, [frozenset().union(*ballot.tokens) for ballot in ballots]
+        with self._idle.request(), closing(self.engine.branch(plans, stream, tokens)) as branches:
             try:
                 for ballot, stream.first_logits in zip(ballots, branches, strict=True):
                     shares.setdefault(ballot.key, []).append(ballot.shares(stream.first_logits))

@@ -14,8 +14,8 @@ import httpx
 import pytest
 import torch
 
-from kp_core import KnowledgePack, KVTensors, PackStore, Prefix, Question, load_engine
-from kp_core.errors import ModelError, OptionError, PackCorruptError, PackError, UnsupportedRequestError
+from kp_core import KnowledgePack, KVTensors, PackStore, Prefix, load_engine
+from kp_core.errors import ModelError, OptionError, PackCorruptError, PackError
 from kp_core.packs.handle import Handle
 from kp_core.plan.request import Request
 from kp_serve.access import KEYS_VARIABLE, Access, access_of, read_keys
@@ -510,8 +510,6 @@ def test_packs_for_a_server_are_those_of_the_same_model_whatever_computed_them(t
     assert isinstance(lazy, KnowledgePack)
     assert lazy.is_lazy
     assert lazy.fingerprint == remote.fingerprint
-    with pytest.raises(UnsupportedRequestError, match=r"VLLMEngine does not offer decisions.*load_engine"):
-        remote.decide(f"{handle}", {"bell": Question("Is there a bell?")}, view=view)
     other = VLLMEngine("http://127.0.0.1:9", tokenizer=session.tokenizer)
     other.__dict__["_about"] = {**about, "identity": {**about["identity"], "tokenizer": "another"}}
     with pytest.raises(ModelError, match="tokenizer differ"):

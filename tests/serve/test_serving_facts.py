@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import s3server
-from kp_core import PackStore, find_handles, load_engine, strip_handles
+from kp_core import PackStore, Question, find_handles, load_engine, strip_handles
 from kp_core.banks import ChromaFactStore, Fact
+from kp_core.errors import ModelError, UnsupportedRequestError
 from kp_serve.answers import Answer
 from kp_serve.engine import VLLMEngine
 from kp_serve.stored import StoredKV
@@ -354,6 +355,38 @@ def test_a_message_that_the_template_would_drop_is_in_what_a_client_sends(server
             for part in ("The system.", "The user.", "The assistant.", GUARD, "And now?"):
                 assert text.count(part) == 1, text
         assert session.explain(said).rows[-1].stop == len(body["prompt"])
+
+
+def test_a_decision_needs_the_probabilities_of_all_labels(server, address):
+    session = load_engine(engine=address, api_key=server.keys["a"])
+    asked = {"bell": Question("Is there a bell?"), "lamp": Question("Is there a lamp?")}
+    # This server ignores what it does not know.
+    with pytest.raises(UnsupportedRequestError, match="does not offer decisions"):
+        session.decide(TEXT, asked)
+    _, body = server.seen[-1]
+    assert (body["max_tokens"], body["logprobs"], body["temperature"]) == (1, 1, 0)
+    inner = server.gate.app
+
+    async def scored(scope, receive, send):
+        """Numbers for the first question alone."""
+        if scope["path"] != "/v1/completions":
+            await inner(scope, receive, send)
+            return
+        body = json.loads((await receive())["body"])
+        value = None if "lamp" in session.tokenizer.decode(body["prompt"]) else -1.5
+        top = {f"token_id:{token}": value for token in body["logprob_token_ids"]}
+        choice = {"index": 0, "token_ids": [5], "finish_reason": "length", "logprobs": {"top_logprobs": [top]}}
+        event = {"choices": [choice], "usage": {"prompt_tokens": len(body["prompt"])}}
+        head = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": f"data: {json.dumps(event)}\n\n".encode()})
+
+    server.gate.app = scored
+    decided = session.decide(TEXT, {"bell": asked["bell"]})
+    assert sum(decided.answers["bell"].probabilities.values()) == 1
+    assert (decided.usage.computed_tokens, decided.usage.reused_tokens) == (decided.usage.prompt_tokens, 0)
+    with pytest.raises(ModelError, match="'lamp' are not finite"):
+        session.decide(TEXT, asked)
 
 
 def test_a_forked_process_asks_a_server_over_connections_of_its_own(server, address):

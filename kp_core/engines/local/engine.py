@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import closing
 from functools import partial
@@ -137,7 +137,12 @@ class LocalEngine:
         self._check()
         return self.scheduler.retry_after_oom(partial(self._attention, plan, layers))
 
-    def branch(self, plans: Sequence[Plan], stream: TokenStream) -> Generator[Tensor]:
+    def branch(
+        self,
+        plans: Sequence[Plan],
+        stream: TokenStream,
+        tokens: Sequence[Collection[int]],  # noqa: ARG002 - all are given
+    ) -> Generator[Tensor]:
         """See `Branches.branch`: what all prompts begin with is computed once, and their ends in few passes."""
         self._check()
         for plan in plans:
