@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -20,21 +19,18 @@ from kp_core.packs.handle import inert
 
 logger = logging.getLogger(__name__)
 
-_COMPARED = {
+_OPERATORS = {
     FilterOperator.EQ: "$eq",
+    FilterOperator.NE: "$ne",
     FilterOperator.GT: "$gt",
     FilterOperator.GTE: "$gte",
     FilterOperator.LT: "$lt",
     FilterOperator.LTE: "$lte",
     FilterOperator.IN: "$in",
+    FilterOperator.NIN: "$nin",
     FilterOperator.CONTAINS: "$contains",
-    FilterOperator.TEXT_MATCH: "$contains",
-    FilterOperator.TEXT_MATCH_INSENSITIVE: "$icontains",
 }
-_NEGATED = {FilterOperator.NE: FilterOperator.EQ, FilterOperator.NIN: FilterOperator.IN}
 _TOGETHER = {FilterOperator.ALL: "$and", FilterOperator.ANY: "$or"}
-_OF_LISTS = {FilterOperator.IN, FilterOperator.NIN, FilterOperator.ALL, FilterOperator.ANY}
-_OF_BOTH = {FilterOperator.EQ, FilterOperator.NE}
 
 
 class PackNode(TextNode):
@@ -120,34 +116,21 @@ def to_node(fact: Fact, handle: str = "") -> PackNode:
 def to_where(filters: MetadataFilters) -> dict[str, Any]:
     """Convert `filters`, which may be nested, to a filter of facts (see `kp_core.banks.filters`).
 
-    Each operator means what LlamaIndex says. A string is compared with a number as the number it spells; values that
-    cannot be compared do not match. Raises `FactError` for an operator that cannot be used with its value.
+    Raises `FactError` for the operators that Chroma lacks: `TEXT_MATCH`, `TEXT_MATCH_INSENSITIVE`, `IS_EMPTY`, `NOT`.
     """
-    parts = [to_where(part) if isinstance(part, MetadataFilters) else _where(part) for part in filters.filters]
-    if not parts:
-        return {}
     if filters.condition == FilterCondition.NOT:
-        return {"$not": {"$or": parts}}
-    return {"$or" if filters.condition == FilterCondition.OR else "$and": parts}
+        raise FactError("Got filters joined by NOT; expected AND or OR. Negate them one by one, with != and `nin`.")
+    parts = [to_where(part) if isinstance(part, MetadataFilters) else _where(part) for part in filters.filters]
+    return {"$or" if filters.condition == FilterCondition.OR else "$and": parts} if parts else {}
 
 
 def _where(wanted: MetadataFilter) -> dict[str, Any]:
     key, operator, value = wanted.key, wanted.operator, wanted.value
-    if operator == FilterOperator.IS_EMPTY:
-        return {"$or": [{key: {"$exists": False}}, {key: ""}, {key: "[]"}]}
-    if value is None or (operator not in _OF_BOTH and isinstance(value, list) is not (operator in _OF_LISTS)):
-        expected = "a list" if operator in _OF_LISTS else "one value"
-        raise FactError(f"Got the filter {key!r} {operator.value} {value!r}; expected {expected} to compare with.")
-    if operator in _NEGATED:
-        return {"$not": _where(wanted.model_copy(update={"operator": _NEGATED[operator]}))}
-    if operator in _TOGETHER:
-        parts = [{key: {"$contains": item}} for item in value] if isinstance(value, list) else []
-        nothing: dict[str, Any] = {"$exists": True} if operator == FilterOperator.ALL else {"$in": []}
-        return {_TOGETHER[operator]: parts} if parts else {key: nothing}
-    if isinstance(value, list) and operator == FilterOperator.EQ:
-        return {key: json.dumps(value)}  # A fact has lists as JSON.
-    condition: dict[str, Any] = {_COMPARED[operator]: value}
-    samples = value if isinstance(value, list) else [value]
-    if "contains" not in _COMPARED[operator] and samples and not isinstance(samples[0], str):
-        condition = {"$number": condition}
-    return {key: condition}
+    if operator in _OPERATORS:
+        return {key: {_OPERATORS[operator]: value}}
+    if operator in _TOGETHER and isinstance(value, list) and value:
+        return {_TOGETHER[operator]: [{key: {"$contains": item}} for item in value]}
+    known = ", ".join(operator.value for operator in _OPERATORS)
+    raise FactError(
+        f"Got the filter {key!r} {operator.value} {value!r}; expected one of {known}, or any or all of a list."
+    )

@@ -212,8 +212,8 @@ FAULTS = (
     ),
     Fault(
         "kp_core/banks/filters.py",
-        "negated = predicate(wanted, depth)",
-        "negated = lambda fact: False",
+        "_is_number(held) and compare(held, value)",
+        "compare(held, value)",
         "tests/core/banks/test_facts.py",
     ),
     Fault(

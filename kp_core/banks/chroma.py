@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeGuard
 
 import numpy as np
 from filelock import FileLock
@@ -19,7 +19,7 @@ from filelock import FileLock
 from kp_core.banks.base import Fact, Filter, Hit
 from kp_core.banks.client import FACTS, SCHEMA, check_unlocked, is_url, open_client, prepared, version_of
 from kp_core.banks.embed import Embedder, SentenceTransformerEmbedder, as_embedder, normalised
-from kp_core.banks.filters import predicate
+from kp_core.banks.filters import ORDERED, predicate
 from kp_core.banks.store import BANK_SIZE, FactStore, Row, Vectors, alive, ranked
 from kp_core.errors import FactError, KnowledgePackError, gone
 from kp_core.pickling import Shared
@@ -32,7 +32,6 @@ _BANK, _BANKS = _OURS + "bank", _OURS + "banks"
 _GROWTH, _PAGE = 4, 1000
 _NO_VECTOR = np.zeros(0, np.float32)
 _LARGEST = 2**63
-_COMPARED = ("$eq", "$gt", "$gte", "$lt", "$lte")
 _FIELDS = ("title", "source", "version", "expires", "digest", "bank")
 
 
@@ -191,7 +190,7 @@ class ChromaFactStore(FactStore):
                 return
 
     def _nearest(self, space: str, vector: Vectors, count: int, where: Filter | None = None) -> list[Hit]:
-        test, limit = predicate(where or {}), count
+        test, limit = predicate(where), count
         arguments = {
             "query_embeddings": vector[None],
             "where": _pushed_down(where),
@@ -436,7 +435,7 @@ def _pushed(name: str, wanted: object) -> dict[str, Any] | None:
     if name.startswith("$") or name.removeprefix(_OURS) in {"id", "namespace"}:
         return None
     conditions = wanted if isinstance(wanted, Mapping) else {"$eq": wanted}
-    plain = {op: list(v) if isinstance(v, tuple | set | frozenset) else v for op, v in conditions.items()}
+    plain = {op: list(value) if op == "$in" else value for op, value in conditions.items()}
     supported = [(op, value) for op, value in plain.items() if _understood(op, value)]
     bare = name.removeprefix(_OURS)  # Our records store the fact's own fields under `kp:` names.
     names = [name, _OURS + name] if name in _FIELDS else [name]
@@ -452,12 +451,9 @@ def _together(how: str, tests: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _understood(how: str, value: object) -> bool:
+    values = value if how == "$in" else [value]
     # Records do not store an empty title or source.
-    if "" in (value if isinstance(value, list) else [value]):
-        return False
-    # Chroma orders only numbers.
-    compares = how in _COMPARED and _scalar(value) and (how == "$eq" or not isinstance(value, str | bool))
-    return compares or (how == "$in" and _is_uniform(value))
+    return how in {"$eq", "$in", *ORDERED} and _is_uniform(values) and "" not in values
 
 
 def _scalar(value: object) -> bool:
@@ -473,5 +469,5 @@ def _holds(name: str, value: object) -> bool:
     return _scalar(value) or _is_uniform(value)
 
 
-def _is_uniform(value: object) -> bool:
+def _is_uniform(value: object) -> TypeGuard[list[Any]]:
     return isinstance(value, list) and len({type(item) for item in value}) == 1 and all(map(_scalar, value))

@@ -42,7 +42,7 @@ class MemoryFactStore(FactStore):
         yield from [row for row in of_text if not isinstance(digest, str) or row.fact.digest == digest]
 
     def _nearest(self, space: str, vector: Vectors, count: int, where: Filter | None = None) -> list[Hit]:
-        test = predicate(where or {})
+        test = predicate(where)
         rows = [row for row in self._held[space].values() if alive(row.fact) and test(row.fact)]
         if not rows:
             return []

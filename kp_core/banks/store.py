@@ -133,7 +133,7 @@ class FactStore(Shared, ABC):
     ) -> Iterator[Fact]:
         """Yield the facts that match, by namespace and in the order they were added; missing `ids` are skipped."""
         # Read page by page, so concurrent changes may or may not be seen.
-        test = predicate({} if where is None else where)
+        test = predicate(where)
         for space in self._spaces(namespace):
             rows = self._rows(space, ids=ids, where=where)
             yield from (row.fact for row in rows if alive(row.fact) and test(row.fact))
@@ -165,7 +165,7 @@ class FactStore(Shared, ABC):
         for name, number in {"k": k, "probes": 1 if probes is None else probes}.items():
             if not isinstance(number, int) or number < 1:
                 raise FactError(f"Got {name}={number!r}; expected at least 1.")
-        predicate({} if where is None else where)
+        predicate(where)
         query, spaces = self._query(question), self._spaces(namespace)
         if probes is None:
             hits = [hit for space in spaces for hit in self._nearest(space, query, k, where)]
@@ -213,7 +213,7 @@ class FactStore(Shared, ABC):
 
     def _probed(self, spaces: list[str], query: Vectors, wanted: int, probes: int, where: Filter | None) -> list[Hit]:
         """Return hits in the `probes` nearest banks, and in further ones, nearest first, until there are enough."""
-        test, hits, probed = predicate({} if where is None else where), list[Hit](), 0
+        test, hits, probed = predicate(where), list[Hit](), 0
         with self._writing:
             for space, number in self._ranked(spaces, query):
                 if probed >= probes and len(hits) >= wanted:
