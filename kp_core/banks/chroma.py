@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeGuard
+from typing import Any, Self, TypeGuard
 
 import numpy as np
 from filelock import FileLock
@@ -21,7 +21,7 @@ from kp_core.banks.client import FACTS, SCHEMA, check_unlocked, is_url, open_cli
 from kp_core.banks.embed import Embedder, SentenceTransformerEmbedder, as_embedder, normalised
 from kp_core.banks.filters import ORDERED, predicate
 from kp_core.banks.store import BANK_SIZE, FactStore, Row, Vectors, alive, ranked
-from kp_core.errors import FactError, KnowledgePackError, gone
+from kp_core.errors import FactError, KnowledgePackError
 from kp_core.pickling import Shared
 from kp_core.threads import check_process
 
@@ -136,15 +136,6 @@ class ChromaFactStore(FactStore):
             return 0
         files = [self.path / "chroma.sqlite3", *self.path.glob("*-*-*-*-*/*")]
         return sum(file.stat().st_size for file in files if file.is_file())
-
-    @classmethod
-    def from_collection(cls, *_: object, **_settings: object) -> NoReturn:
-        """Raises `FactError`."""
-        raise FactError(f"There is no `ChromaFactStore.from_collection`.{gone('from_collection')}")
-
-    def vacuum(self) -> NoReturn:
-        """Raises `FactError`."""
-        raise FactError(f"There is no `ChromaFactStore.vacuum`.{gone('vacuum')}")
 
     def _listed(self) -> dict[str, Any]:
         """Return our fact collections, by namespace."""
