@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeGuard
+from typing import Any, Self
 
 import numpy as np
 from filelock import FileLock
@@ -413,24 +413,26 @@ def _from_record(fact_id: str, text: str, metadata: Mapping[str, Any] | None, na
 
 def _pushed_down(where: Filter | None) -> dict[str, Any] | None:
     """Return the part of a filter that Chroma can check; every match of `where` passes it. `None` if there is none."""
-    return _together(
-        "$and", [pushed for name, condition in (where or {}).items() if (pushed := _pushed(name, condition))]
-    )
+    tests = (_pushed(name, wanted) for name, wanted in (where or {}).items())
+    return _together("$and", [test for test in tests if test])
 
 
-def _pushed(name: str, wanted: object) -> dict[str, Any] | None:
-    if name in {"$and", "$or"} and isinstance(wanted, Sequence):
+def _pushed(name: str, wanted: Any) -> dict[str, Any] | None:  # noqa: ANN401 - as `predicate` allows
+    if name in {"$and", "$or"}:
         pushed = [_pushed_down(inner) for inner in wanted]
         expressible = [entry for entry in pushed if entry is not None]
         return None if name == "$or" and len(expressible) < len(pushed) else _together(name, expressible)
     if name.startswith("$") or name.removeprefix(_OURS) in {"id", "namespace"}:
         return None
-    conditions = wanted if isinstance(wanted, Mapping) else {"$eq": wanted}
-    plain = {op: list(value) if op == "$in" else value for op, value in conditions.items()}
-    supported = [(op, value) for op, value in plain.items() if _understood(op, value)]
+    supported: list[dict[str, Any]] = []
+    for how, value in (wanted if isinstance(wanted, Mapping) else {"$eq": wanted}).items():
+        values = list(value) if how == "$in" else [value]
+        # Records do not store an empty title or source.
+        if how in {"$eq", "$in", *ORDERED} and _is_uniform(values) and "" not in values:
+            supported.append({how: values if how == "$in" else value})
     bare = name.removeprefix(_OURS)  # Our records store the fact's own fields under `kp:` names.
     names = [name, _OURS + name] if name in _FIELDS else [name]
-    tests = [test for key in names if (test := _together("$and", [{key: {op: value}} for op, value in supported]))]
+    tests = [test for key in names if (test := _together("$and", [{key: each} for each in supported]))]
     if tests and (name == bare or bare not in _FIELDS):
         # The predicate checks values stored as JSON.
         tests.append({_OURS + "has_more": True})
@@ -439,12 +441,6 @@ def _pushed(name: str, wanted: object) -> dict[str, Any] | None:
 
 def _together(how: str, tests: list[dict[str, Any]]) -> dict[str, Any] | None:
     return {how: tests} if len(tests) > 1 else tests[0] if tests else None
-
-
-def _understood(how: str, value: object) -> bool:
-    values = value if how == "$in" else [value]
-    # Records do not store an empty title or source.
-    return how in {"$eq", "$in", *ORDERED} and _is_uniform(values) and "" not in values
 
 
 def _scalar(value: object) -> bool:
@@ -460,5 +456,5 @@ def _holds(name: str, value: object) -> bool:
     return _scalar(value) or _is_uniform(value)
 
 
-def _is_uniform(value: object) -> TypeGuard[list[Any]]:
+def _is_uniform(value: object) -> bool:
     return isinstance(value, list) and len({type(item) for item in value}) == 1 and all(map(_scalar, value))

@@ -125,7 +125,7 @@ def test_what_is_no_way_to_store_kv_is_refused_with_the_choices(facts: MemoryFac
         compile_facts([], tiny_engine(), PackStore(tmp_path), compress="zip")  # type: ignore[arg-type]
 
 
-def test_a_text_of_release_02_is_answered_from_and_compiled_again(
+def test_a_text_of_which_only_the_text_is_intact_is_answered_from_and_compiled_again(
     facts: MemoryFactStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = packs(facts, tmp_path, kv="stored")
@@ -133,12 +133,12 @@ def test_a_text_of_release_02_is_answered_from_and_compiled_again(
     assert found.handle is not None
     store, engine, whole = plain.store, tiny_engine(), plain.store.get(found.handle)
     [text] = tmp_path.rglob(f"{found.handle.id}.txt")
-    text.write_text(whole.text)
-    next(tmp_path.rglob(f"{found.handle.id}.*.safetensors")).rename(text.with_suffix(".safetensors"))
+    text.write_text(f"damaged\n{whole.text}")
+    next(tmp_path.rglob(f"{found.handle.id}.*.safetensors")).unlink()
     engine.clear_cache()
     with caplog.at_level("WARNING"):
         answer = engine.prefill(f"{found.handle} Why?", view=store.view("default"))
-    assert caplog.text.count("KV of release 0.2") == 1
+    assert caplog.text.count("Only the text of the pack") == 1
     assert torch.equal(answer.logits, engine.prefill(f"{whole.text} Why?", reuse=False).logits)
     assert answer.usage.approximate_tokens == 0
     packs(facts, tmp_path, kv="stored").search("Part 2 of a.md.", 1)
