@@ -51,16 +51,12 @@ def demo(*, model: ModelOptions) -> None:
 
 
 def _show_one(out: Console, session: Session, store: PackStore, facts: Sequence[str]) -> None:
-    """Answer one question from passages of two sizes, as text and as a pack from disk; compare answers and seconds."""
+    """Answer one question from passages of two sizes, as text and as a pack from disk."""
     _heading(out, 1, "The same answer, sooner", f"The question: {_QUESTION}")
     out.print("Each passage is sent as text and as a pack that was compiled before: seconds to the first token.")
-    passages = [next(_passages(session, facts, [tokens])) for tokens in _TOKENS]
-    with waiting("Compiling two packs, once for each text"):
-        session.generate("Hello.", max_tokens=2)  # Warm up: the first pass sets up kernels.
-        packs = [str(store.put(session.build_pack(passage))) for passage in passages]
-    for passage, pack in zip(passages, packs, strict=True):
-        text, read = _asked(session, store, [passage]), _asked(session, store, [pack])
-        _compare(out, read.usage.pack_tokens, text, read)
+    session.generate("Hello.", max_tokens=2)  # Warm up: the first pass sets up kernels.
+    for tokens in _TOKENS:
+        text, read = _compared(out, session, store, [next(_passages(session, facts, [tokens]))])
         same = "The same" if text.token_ids == read.token_ids else "Not the same"
         out.print(f"{same} {len(read.token_ids)} tokens answer both: {read.text.strip()}")
 
@@ -70,28 +66,30 @@ def _show_ten(out: Console, session: Session, store: PackStore, facts: Sequence[
     _heading(out, 2, "Ten passages, as a search finds them", f"The question: {_QUESTION}")
     out.print("As packs, the model's own attention chooses which are read (`select`); the rest is never computed.")
     passages = list(_passages(session, facts, [_LENGTH] * _PASSAGES))
-    with waiting("Compiling ten packs"):
-        packs = [str(store.put(pack)) for pack in session.build_packs(passages, progress=False)]
-    text, read = _asked(session, store, passages), _asked(session, store, packs, composer="select")
-    _compare(out, text.usage.prompt_tokens, text, read)
-    out.print(f"{read.usage.unread_packs} of {len(packs)} packs were left out.")
+    text, read = _compared(out, session, store, passages, composer="select")
+    out.print(f"{read.usage.unread_packs} of {len(passages)} packs were left out.")
     out.print(f"text  {text.text.strip()}", style="yellow")
     out.print(f"packs {read.text.strip()}", style="green")
 
 
-def _asked(session: Session, store: PackStore, knowledge: Sequence[str], **options: str) -> Generation:
-    """The answer from texts or packs, with nothing in memory."""
-    session.clear_cache()
-    prompt = "\n\n".join((*knowledge, f"In a few words: {_QUESTION}"))
-    with waiting("Asking"):
-        return session.generate(prompt, view=store.view("default"), max_tokens=32, **options)
+def _compared(
+    out: Console, session: Session, store: PackStore, passages: Sequence[str], **options: str
+) -> tuple[Generation, Generation]:
+    """Answers from passages as text and as packs, each with nothing in memory. Prints how soon they began."""
+    with waiting("Compiling packs, once for each text"):
+        packs = [str(store.put(pack)) for pack in session.build_packs(passages, progress=False)]
 
+    def asked(knowledge: Sequence[str], **options: str) -> Generation:
+        session.clear_cache()
+        prompt = "\n\n".join((*knowledge, f"In a few words: {_QUESTION}"))
+        with waiting("Asking"):
+            return session.generate(prompt, view=store.view("default"), max_tokens=32, **options)
 
-def _compare(out: Console, tokens: int, text: Generation, packs: Generation) -> None:
-    """Print how long each took to its first token."""
-    seconds, sooner = text.usage.ttft_s, packs.usage.ttft_s
-    out.print(f"{tokens:>6,} tokens  text {seconds:.2f} s  ", style="yellow", end="")
+    text, read = asked(passages), asked(packs, **options)
+    seconds, sooner = text.usage.ttft_s, read.usage.ttft_s
+    out.print(f"{text.usage.prompt_tokens:>6,} tokens  text {seconds:.2f} s  ", style="yellow", end="")
     out.print(f"packs {sooner:.2f} s  {seconds / sooner:.1f} x sooner", style="green")
+    return text, read
 
 
 def _show_style(out: Console, session: Session) -> None:

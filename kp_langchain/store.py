@@ -21,7 +21,6 @@ from langgraph.store.base import (
     BaseStore,
     GetOp,
     ListNamespacesOp,
-    MatchCondition,
     Op,
     PutOp,
     Result,
@@ -31,12 +30,12 @@ from langgraph.store.base import (
     get_text_at_path,
     validate_op_namespace,
 )
+from langgraph.store.memory import InMemoryStore
 
 from kp_core import Embedder, Fact, FactStore, Hit, Session
 from kp_core.banks import Filter
 from kp_core.banks.compiling import open_facts
 from kp_core.banks.delivery import KV, Delivery, Found
-from kp_core.banks.filters import ORDERED
 from kp_core.errors import FactError
 from kp_core.packs.codec import Compression
 from kp_core.packs.store import open_packs
@@ -202,8 +201,7 @@ class KnowledgePackStore(BaseStore):
         def passes(fact: Fact) -> bool:
             if fact.namespace not in spaces or not _is_item(fact):
                 return False
-            value = _about(fact)["value"] if conditions else {}
-            return all(_matches(value.get(name), condition) for name, condition in conditions.items())
+            return not conditions or _matches(_about(fact)["value"], conditions)
 
         def held(where: Filter | None = None) -> Iterator[tuple[Fact, None]]:
             facts = (fact for name in spaces for fact in self._facts.facts(where=where, namespace=name))
@@ -235,13 +233,13 @@ class KnowledgePackStore(BaseStore):
                 yield name, self._labels[name]
 
     def _list(self, op: ListNamespacesOp) -> list[Labels]:
-        namespaces = [
-            labels[: op.max_depth]
-            for name, labels in self._spaces()
-            if all(_has_labels(labels, condition) for condition in op.match_conditions or ())
-            and any(map(_is_item, self._facts.facts(namespace=name)))
-        ]
-        return sorted(set(namespaces))[op.offset : _stop(op)]
+        _stop(op)
+        listed = InMemoryStore()
+        for name, labels in self._spaces():
+            if any(map(_is_item, self._facts.facts(namespace=name))):
+                listed.put(labels, "item", {})
+        [namespaces] = listed.batch([op])
+        return namespaces
 
 
 def _stop(op: SearchOp | ListNamespacesOp) -> int:
@@ -283,30 +281,13 @@ def _text(value: Mapping[str, Any], fields: Sequence[str] | None) -> tuple[str, 
     return text if has_text else json.dumps(value, ensure_ascii=False), has_text or fields is None
 
 
-def _has_labels(labels: tuple[str, ...], wanted: MatchCondition) -> bool:
-    """Whether a namespace begins or ends with the labels of `wanted`; `*` matches any label."""
-    path = wanted.path
-    part = labels[: len(path)] if wanted.match_type == "prefix" else labels[max(0, len(labels) - len(path)) :]
-    return len(part) == len(path) and all(label in {pattern, "*"} for pattern, label in zip(part, path, strict=True))
-
-
-def _matches(held: object, wanted: object) -> bool:
-    """Whether a field of an item matches LangGraph's filter `wanted`. Raises `FactError` for an unknown operator."""
-    if isinstance(wanted, Mapping):
-        if any(str(operator).startswith("$") for operator in wanted):
-            return all(_compares(held, operator, value) for operator, value in wanted.items())
-        return isinstance(held, Mapping) and all(_matches(held.get(name), value) for name, value in wanted.items())
-    if isinstance(wanted, list | tuple):
-        return isinstance(held, list) and len(held) == len(wanted) and all(map(_matches, held, wanted))
-    return held == wanted
-
-
-def _compares(held: Any, how: str, wanted: Any) -> bool:
-    if how in {"$eq", "$ne"}:
-        return (held == wanted) is (how == "$eq")
-    if how not in ORDERED:
-        raise FactError(f"Got {how!r} in a filter; expected one of $eq, $ne, {', '.join(ORDERED)}.")
+def _matches(value: dict[str, Any], conditions: Mapping[str, Any]) -> bool:
+    """Whether LangGraph's own store finds an item of this value. Raises `FactError` for an unknown operator."""
+    asked = InMemoryStore()
+    asked.put(("item",), "item", value)
     try:
-        return bool(ORDERED[how](float(held), float(wanted)))
-    except (TypeError, ValueError, OverflowError):
-        return False
+        return bool(asked.search(("item",), filter=dict(conditions)))
+    except (TypeError, ValueError, OverflowError) as error:
+        if not str(error).startswith("Unsupported operator"):
+            return False  # Values that cannot be ordered.
+        raise FactError(f"{error}; expected one of $eq, $ne, $gt, $gte, $lt, $lte.") from error

@@ -30,10 +30,10 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.llms.utils import parse_partial_json
-from llama_index.core.program.function_program import FunctionCallingProgram
+from llama_index.core.program.utils import get_program_for_llm
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import BaseTool
-from llama_index.core.types import PydanticProgramMode
+from llama_index.core.types import BasePydanticProgram, PydanticProgramMode
 
 from kp_core import find_handles, strip_handles
 from kp_core.errors import OptionError
@@ -201,20 +201,18 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
     def _structured_stream_call(
         self, output_cls: Any, prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **prompt_args: Any
     ) -> Generator[Any, None, None]:
-        # LlamaIndex does not require the call when it streams, so small models answer in prose.
-        if self.pydantic_program_mode not in _BY_CALL:
-            return super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
         return self._program(output_cls, prompt).stream_call(llm_kwargs=llm_kwargs, **prompt_args)
 
     async def _structured_astream_call(
         self, output_cls: Any, prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **prompt_args: Any
     ) -> AsyncGenerator[Any, None]:
-        if self.pydantic_program_mode not in _BY_CALL:
-            return await super()._structured_astream_call(output_cls, prompt, llm_kwargs, **prompt_args)
         return await self._program(output_cls, prompt).astream_call(llm_kwargs=llm_kwargs, **prompt_args)
 
-    def _program(self, output_cls: Any, prompt: PromptTemplate) -> FunctionCallingProgram[Any]:
-        return FunctionCallingProgram.from_defaults(output_cls=output_cls, llm=self, prompt=prompt, tool_choice="any")
+    def _program(self, output_cls: Any, prompt: PromptTemplate) -> BasePydanticProgram[Any]:
+        # LlamaIndex does not require the call when it streams, so small models answer in prose.
+        mode = self.pydantic_program_mode
+        forced = {"tool_choice": "any"} if mode in _BY_CALL else {}
+        return get_program_for_llm(output_cls, prompt, self, pydantic_program_mode=mode, **forced)
 
     def _chat(self, messages: Sequence[ChatMessage], options: Mapping[str, Any]) -> ChatResponse:
         request = self._request(options, messages)
