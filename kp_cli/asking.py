@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kp_cli import waiting
-from kp_cli.options import JsonFlag, ModelOptions, Place, PlaceOptions, SearchOptions, existing, spread
+from kp_cli.options import JsonFlag, ModelOptions, Namespace, Place, PlaceOptions, Where, existing, filter_of, spread
 from kp_cli.output import about_hit, console, plain, sourced, tell, warn
 from kp_core import Generation, Message, Session
 from kp_core.banks.compiling import Unit
@@ -32,9 +32,11 @@ _NOTHING = "none, as no fact passes the filter"
 
 
 @dataclass(frozen=True)
-class _AskOptions(SearchOptions, ModelOptions, PlaceOptions):
+class _AskOptions(ModelOptions, PlaceOptions):
     """Options for facts, for packs and for the model."""
 
+    where: Where = None
+    namespace: Namespace = None
     unit: Annotated[Unit, typer.Option(help="What a pack holds.")] = "fact"
     kv: Annotated[KV | None, typer.Option(help="Whether packs store KV. Default: if the engine gives it.")] = None
     composer: Annotated[
@@ -79,7 +81,7 @@ def ask(  # noqa: C901, PLR0913 - one parameter per option or group of options, 
     if question is None and (text or explain or as_json):
         raise typer.BadParameter("--text, --explain and --json go with a QUESTION.")
     # Check the options before loading a model, which may take minutes.
-    wanted, request = options.keywords(), {"max_tokens": max_tokens, "reuse": not text, **options.asked()}
+    where, request = filter_of(options.where), {"max_tokens": max_tokens, "reuse": not text, **options.asked()}
     out, messages, namespaces = console(), list[Message](), {options.namespace or "default"}
     with ExitStack() as stack:
         session, packs = _opened(stack, place, options, lazy=explain)
@@ -89,7 +91,7 @@ def ask(  # noqa: C901, PLR0913 - one parameter per option or group of options, 
             try:
                 began = time.perf_counter()
                 with waiting("Finding facts and compiling their packs"):
-                    results = packs.search(asked, k, **wanted)
+                    results = packs.search(asked, k, where=where, namespace=options.namespace)
                 found_s = time.perf_counter() - began
                 namespaces |= {result.unit.namespace for result in results}
                 request["view"] = packs.store.view(*namespaces)

@@ -16,8 +16,8 @@ import typer
 from kp_cli import waiting
 from kp_cli.options import (
     JsonFlag,
-    MaybeNamespace,
     ModelOptions,
+    Namespace,
     Place,
     PlaceOptions,
     TargetPath,
@@ -174,7 +174,7 @@ def remove(  # noqa: PLR0913 - one parameter per option
     source: Annotated[
         str | None, typer.Option(metavar="FILE", help="Only facts of this source, written as `kp search` shows it.")
     ] = None,
-    namespace: MaybeNamespace = None,
+    namespace: Namespace = None,
     unused: Annotated[bool, typer.Option("--unused", help="Remove no facts, only packs that no fact uses.")] = False,
     models: Annotated[
         bool, typer.Option("--models", help="Remove only models that were unpacked on this machine.")

@@ -45,7 +45,7 @@ Where = Annotated[
     str | None,
     typer.Option("--where", metavar="JSON", help="""Only facts that match, e.g. '{"year": {"$gte": 1990}}'."""),
 ]
-MaybeNamespace = Annotated[
+Namespace = Annotated[
     str | None, typer.Option("--namespace", help="Only facts of this namespace.", callback=checked_namespace)
 ]
 
@@ -98,18 +98,6 @@ class ModelOptions:
                 f"{self.engine} refused its arguments, model={self.model!r} and {settings or 'nothing else'} "
                 f"({error}); expected a function of `model`, and of `dtype` where --dtype is given."
             ) from error
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """Options for the facts that a question may find."""
-
-    where: Where = None
-    namespace: MaybeNamespace = None
-
-    def keywords(self) -> dict[str, Any]:
-        """The options as keywords of `FactStore.search`."""
-        return {"where": filter_of(self.where), "namespace": self.namespace}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kp_cli.options import JsonFlag, Place, PlaceOptions, SearchOptions, is_store, spread
+from kp_cli.options import JsonFlag, Namespace, Place, PlaceOptions, Where, filter_of, is_store, spread
 from kp_cli.output import about_hit, console, sourced, tell
 from kp_core.packs.handle import Handle
 
@@ -18,14 +18,15 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
     question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to look for.")],
     *,
     k: Annotated[int, typer.Option("-k", min=1, help="How many facts.")] = 4,
-    options: SearchOptions,
-    read: PlaceOptions,
+    where: Where = None,
+    namespace: Namespace = None,
+    options: PlaceOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Find the facts nearest to a question: score, text, and the handle where there is a pack."""
-    with read.open(place, read_only=True) as collection:
-        hits = collection.search(question, k, **options.keywords())
-        folder = read.folder(place, collection)
+    with options.open(place, read_only=True) as collection:
+        hits = collection.search(question, k, where=filter_of(where), namespace=namespace)
+        folder = options.folder(place, collection)
     handles: list[Handle | None] = [None] * len(hits)
     if is_store(folder):
         from kp_core import PackStore

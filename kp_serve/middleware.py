@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 from collections.abc import Collection, Coroutine, MutableMapping
 from typing import Any
@@ -45,17 +44,6 @@ _REFUSED = {"echo", "prompt_logprobs", "prompt_embeds"}
 _ROLES = {"developer": "system", "function": "tool"}
 # Headers that are not passed on: the body changes, and answers must come uncompressed, as `Answer` reads them.
 _OF_THE_BODY = {b"content-length", b"content-type", b"content-encoding", b"transfer-encoding", b"accept-encoding"}
-
-
-def _is_true(record: logging.LogRecord) -> bool:
-    """Whether a line of vLLM's log holds here: it lists its routes, also those that we answer with 404."""
-    route = re.match(r"Route: ([^,]+), ", record.getMessage())
-    return route is None or route[1] in {"/health", *_GET, *_FIELDS}
-
-
-# vLLM imports this module, by the name in `--middleware`, before it lists its routes.
-for _handler in logging.getLogger("vllm").handlers:
-    _handler.addFilter(_is_true)
 
 
 class PackMiddleware:
