@@ -70,7 +70,7 @@ class LlamaModel:
             rows.append(self._behind(buffer, ids, "last")[-1:])
         return torch.cat(rows)
 
-    def rows(self, buffers: Sequence[KVBuffer], memory: object = None) -> Callable[[Sequence[int]], Tensor]:  # noqa: ARG002
+    def rows(self, buffers: Sequence[KVBuffer]) -> Callable[[Sequence[int]], Tensor]:
         """A function that runs one token behind each buffer in one pass, and returns logits, `(rows, vocabulary)`."""
         return lambda tokens: self._pass(buffers, [(token,) for token in tokens], "last")
 

@@ -37,8 +37,8 @@ FAULTS = (
     # Arithmetic: each of these changes bits, or what a token sees.
     Fault(
         "kp_core/engines/hf/attention.py",
-        "visible = keys <= rows[:, None]",
-        "visible = keys < rows[:, None]",
+        "visible = keys <= rows",
+        "visible = keys < rows",
         f"{_ENGINES}/test_attention.py",
     ),
     Fault("kp_core/engines/hf/attention.py", "_LANES = 16", "_LANES = 1", f"{_ENGINES}/test_attention.py"),
@@ -57,12 +57,11 @@ FAULTS = (
         f"{_ENGINES}/test_replay.py",
     ),
     Fault(
-        "kp_core/engines/hf/replay.py",
-        "visible = places <= positions",
-        "visible = places < positions",
-        f"{_ENGINES}/test_replay.py",
+        "kp_core/engines/local/tree.py",
+        "parts = to_host(parts[0]), to_host(parts[1])",
+        "pass",
+        f"{_ENGINES}/test_tree.py",
     ),
-    Fault("kp_core/engines/local/tree.py", "self._release_storage(node, old)", "pass", f"{_ENGINES}/test_tree.py"),
     Fault("kp_core/engines/hf/rows.py", "ends % TILE,", "(ends + 1) % TILE,", f"{_ENGINES}/test_scheduler.py"),
     Fault("kp_core/engines/local/buffer.py", "side[:, :, stop:end] = 0", "pass", f"{_ENGINES}/test_attention.py"),
     Fault(

@@ -60,6 +60,18 @@ class Sees(NamedTuple):
             return 0
         return position // self.window * self.window if self.is_chunked else max(0, position - self.window + 1)
 
+    def visible(self, rows: Tensor, keys: Tensor) -> Tensor:
+        """Whether tokens at the positions `rows` see those at `keys`; the two are broadcast."""
+        visible = keys <= rows
+        if self.window:
+            visible &= keys >= (rows // self.window * self.window if self.is_chunked else rows - self.window + 1)
+        return visible
+
+
+def bias_of(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """The additive mask of what is not `visible`."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+
 
 def tiled_attention(  # noqa: PLR0913 - the signature is that of transformers' AttentionInterface
     module: nn.Module,
@@ -264,12 +276,9 @@ def _mask(  # noqa: PLR0913
     rows = torch.tensor(positions).repeat(share)
     rows = nn.functional.pad(rows, (0, extra), value=positions[-1])
     keys = torch.arange(tiles.start * TILE, tiles.stop * TILE).view(len(tiles), 1, TILE)
-    visible = keys <= rows[:, None]
-    if sees.window:
-        visible &= keys >= torch.tensor([sees.first(row) for row in rows.tolist()])[:, None]
+    visible = sees.visible(rows[:, None], keys)
     blind = ~visible.any(dim=-1)[:, None]
-    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)[:, None]
-    return mask, blind if bool(blind.any()) else None
+    return bias_of(visible, dtype)[:, None], blind if bool(blind.any()) else None
 
 
 # All layers of a pass share its masks. One for each of its tiles is small. Those of a question are as long as all that
@@ -318,8 +327,8 @@ def _by_mask(  # noqa: PLR0913
     if sinks is None and sees_all and new in (1, stop):
         return _sdpa(query, key, value, is_causal=new > 1, scale=scale, enable_gqa=True)
     at = positions if isinstance(positions, range) else tuple(positions)
-    bias_of = _kept_bias if torch.is_inference_mode_enabled() and new * stop <= _KEPT else _bias
-    bias = bias_of(at, sees, query.dtype, query.device)
+    bias_over = _kept_bias if torch.is_inference_mode_enabled() and new * stop <= _KEPT else _bias
+    bias = bias_over(at, sees, query.dtype, query.device)
     heads, width = query.shape[1], query.shape[3]
     if sinks is not None:
         return by_products(query, key, value, bias, scale, sinks)
@@ -381,13 +390,8 @@ def _bias(positions: range | tuple[int, ...], sees: Sees, dtype: torch.dtype, de
     Rows are aligned as CUDA's kernels want them.
     """
     stop = positions[-1] + 1
-    room = -(-stop // _ALIGNED) * _ALIGNED
-    keys, rows = torch.arange(room, device=device), torch.tensor(list(positions), device=device)[:, None]
-    visible = keys <= rows
-    if sees.window:
-        visible &= keys >= torch.tensor([sees.first(at) for at in positions], device=device)[:, None]
-    bias = torch.zeros(len(positions), room, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
-    return bias[:, :stop]
+    keys, rows = torch.arange(-(-stop // _ALIGNED) * _ALIGNED, device=device), torch.tensor(positions, device=device)
+    return bias_of(sees.visible(rows[:, None], keys), dtype)[:, :stop]
 
 
 _kept_bias = lru_cache(2)(_bias)  # All layers of a pass share it. A model may have layers with windows and without.

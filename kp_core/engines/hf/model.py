@@ -29,7 +29,6 @@ from kp_core.engines.hf.replay import Replays
 from kp_core.engines.hf.rows import Rows, run_ragged
 from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.local.buffer import TILE, BufferPool, KVBuffer
-from kp_core.engines.local.model import Memory
 from kp_core.engines.local.tree import PrefixTree
 from kp_core.errors import UnsupportedRequestError
 from kp_core.kv import KVTensors
@@ -131,11 +130,9 @@ class CausalModel(Network):
 
         return {"kp_attend": attend_here}
 
-    def rows(self, buffers: Sequence[KVBuffer], memory: Memory | None = None) -> Callable[[Sequence[int]], Tensor]:
-        """See `Model.rows`. With a `memory` that an earlier function used, that one must not be called again."""
-        if self.replays is not None:
-            return self.replays.rows(buffers)
-        return Rows(self, buffers, memory).step
+    def rows(self, buffers: Sequence[KVBuffer]) -> Callable[[Sequence[int]], Tensor]:
+        """See `Model.rows`."""
+        return Rows(self, buffers).step if self.replays is None else self.replays.rows(buffers)
 
     def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
         """See `Model.ragged`."""

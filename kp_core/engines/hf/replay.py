@@ -19,10 +19,10 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from kp_core.engines.hf.attention import Sees, by_products
+from kp_core.engines.hf.attention import Sees, bias_of, by_products
 from kp_core.engines.hf.kinds import Network
 from kp_core.engines.hf.rows import cache_of_rows
-from kp_core.engines.local.buffer import BufferLayer, KVBuffer
+from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.scheduler import is_out_of_memory
 from kp_core.memory import without_collection
 
@@ -101,6 +101,7 @@ class ReplayedRows:
         self._inputs = torch.zeros(2, len(buffers), width, dtype=torch.long, device=buffers[0].layers[0].keys.device)
         self._ids, self._positions = self._inputs
         self._biases: dict[Sees, list[Tensor]] = {}
+        """The mask of the new tokens of each row over all its buffer has room for, `(width, capacity)`."""
         self._cache = cache_of_rows(buffers, places=self._positions)
         self._passes = 0
         # A step of decoding never finds KV on its way.
@@ -156,8 +157,12 @@ class ReplayedRows:
 
     def _compute(self) -> Tensor:
         """One pass. It takes no number from the host that changes between passes."""
+        places = [torch.arange(layers[0].memory[0].shape[2], device=self._inputs.device) for layers in self._layers]
         self._biases = {
-            sees: [self._bias(row, layers[0], sees) for row, layers in enumerate(self._layers)]
+            sees: [
+                bias_of(sees.visible(row[:, None], keys), torch.float32)
+                for row, keys in zip(self._positions, places, strict=True)
+            ]
             for sees in set(self._sees)
         }
         output = self._model.network(
@@ -170,16 +175,6 @@ class ReplayedRows:
         )
         logits: Tensor = output.logits[:, -1]
         return logits
-
-    def _bias(self, row: int, layer: BufferLayer, sees: Sees) -> Tensor:
-        """The mask of the new tokens of a row over all its buffer has room for, `(width, capacity)`."""
-        keys, _ = layer.memory
-        places, positions = torch.arange(keys.shape[2], device=keys.device), self._positions[row, :, None]
-        visible = places <= positions
-        if sees.window:
-            is_chunk = sees.is_chunked
-            visible &= places >= (positions // sees.window * sees.window if is_chunk else positions - sees.window + 1)
-        return torch.zeros(visible.shape, device=keys.device).masked_fill_(~visible, -torch.inf)
 
     def _attend(
         self, layer: int, query: Tensor, _key: Tensor, _value: Tensor, scale: float | None, sinks: Tensor | None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import accumulate, chain
@@ -11,10 +10,18 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kp_core.engines.hf.attention import attend, grouped_rows, joined, keys_to_read, of_tiles, tile_of_each, tiles_of
+from kp_core.engines.hf.attention import (
+    attend,
+    bias_of,
+    grouped_rows,
+    joined,
+    keys_to_read,
+    of_tiles,
+    tile_of_each,
+    tiles_of,
+)
 from kp_core.engines.hf.kinds import Network
-from kp_core.engines.local.buffer import TILE, BufferLayer, KVBuffer
-from kp_core.engines.local.model import Memory
+from kp_core.engines.local.buffer import TILE, BufferLayer, KVBuffer, new_tensor
 from kp_core.engines.local.tree import common_tokens
 
 _SHORT = 2 * TILE
@@ -31,14 +38,11 @@ class Rows:
     """
 
     @torch.inference_mode()
-    def __init__(self, model: Network, buffers: Sequence[KVBuffer], memory: Memory | None = None) -> None:
-        """Copies of the rows' own tiles are made in `memory`. Rows that used it before must not step again."""
+    def __init__(self, model: Network, buffers: Sequence[KVBuffer]) -> None:
         self._model, self._buffers, self._sees = model, tuple(buffers), model.sees
         layers = [at for at, sees in enumerate(self._sees) if not sees.window]
-        memory = {} if memory is None else memory
         self._groups = [
-            _Group([buffers[row] for row in rows], rows, tiles, layers, memory.setdefault(number, {}))
-            for number, (rows, tiles) in enumerate(_grouped(buffers))
+            _Group([buffers[row] for row in rows], rows, tiles, layers) for rows, tiles in _grouped(buffers)
         ]
         grouped = {row for group in self._groups for row in group.rows}
         self._alone = [row for row in range(len(buffers)) if row not in grouped]
@@ -168,19 +172,11 @@ def _grouped(buffers: Sequence[KVBuffer]) -> list[tuple[list[int], int]]:
 class _Group:
     """Some `rows` that share their first `tiles`, if any, with a copy of each row's own tiles behind them.
 
-    Only for `layers`; the others have windows. Copies of keys lie in `memory[0]`, of values in `memory[1]`.
+    Only for `layers`; the others have windows.
     """
 
-    def __init__(
-        self,
-        buffers: Sequence[KVBuffer],
-        rows: Sequence[int],
-        tiles: int,
-        layers: Sequence[int],
-        memory: dict[int, Tensor],
-    ) -> None:
-        self.rows, self._layers, self._tiles = rows, layers, range(tiles)
-        self._buffers, self._memory = buffers, memory
+    def __init__(self, buffers: Sequence[KVBuffer], rows: Sequence[int], tiles: int, layers: Sequence[int]) -> None:
+        self.rows, self._layers, self._tiles, self._buffers = rows, layers, range(tiles), buffers
         self.index = torch.tensor(rows)
         self._layer_index = {layer: at for at, layer in enumerate(layers)}
         self._own: list[Tensor] = []
@@ -217,8 +213,7 @@ class _Group:
             (tile, row) for tile in range(max(last_tiles) + 1) for row in range(len(last_tiles))
         ]
         visible = torch.arange(TILE) + self._tile_of[:, None] * TILE <= ends[self._row_of, None]
-        dtype = self._buffers[0].layers[0].keys.dtype
-        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)[:, None, None]
+        mask = bias_of(visible, self._buffers[0].shape.dtype)[:, None, None]
         calls = _calls((ends[self._row_of] - self._tile_of * TILE + 1).tolist())
         if calls != self._calls:
             self._calls = calls
@@ -295,10 +290,7 @@ class _Group:
         sources = [(buffer.stacked or ())[side] for buffer in self._buffers]
         count, kv_heads, _, dim = sources[0].shape
         shape = (len(self._layers), self._room, kv_heads, TILE, dim)
-        memory = self._memory.get(side)
-        if memory is None or memory.numel() < math.prod(shape) or memory.dtype != sources[0].dtype:
-            memory = self._memory[side] = sources[0].new_empty(math.prod(shape))
-        own = memory[: math.prod(shape)].view(shape)
+        own = new_tensor(shape, sources[0].dtype, sources[0].device)
         layers = slice(None) if len(self._layers) == count else self._layers
         for (tile, row), at in self._at.items():
             start = (len(self._tiles) + tile) * TILE

@@ -134,7 +134,7 @@ class BufferLayer:
         self.values.index_copy_(2, places, values)
 
 
-def _new(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def new_tensor(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised numbers, on the CPU in `new_memory`."""
     if device.type == "cpu":
         return torch.from_numpy(new_memory(prod(size) * dtype.itemsize)).view(dtype).view(size)
@@ -155,7 +155,7 @@ class KVBuffer:
         self.capacity = capacity = -(-capacity // TILE) * TILE
 
         def empty(layers: int, heads: int, dim: int, device: torch.device) -> Tensor:
-            return _new((layers, heads, capacity, dim), shape.dtype, device)
+            return new_tensor((layers, heads, capacity, dim), shape.dtype, device)
 
         self.stacked: tuple[Tensor, Tensor] | None = None
         """Keys and values of all layers, `(layers, kv_heads, capacity, head_dim)`, if the layers are alike."""
@@ -283,14 +283,10 @@ class KVBuffer:
 
     def holds(self, kv: KVTensors) -> bool:
         """Whether `kv` is a view of the memory right after the filled tokens, so that it is already in place."""
-        is_here = False
-        for layer, key, value in zip(self.layers, kv.keys, kv.values, strict=True):
-            for tensor, own in zip((key, value), layer.memory, strict=True):
-                if tensor.numel():
-                    is_here = tensor.data_ptr() == own[0, :, self.length :].data_ptr()
-                    if not is_here:
-                        return False
-        return is_here
+        for layer, keys in zip(self.layers, kv.keys, strict=True):
+            if keys.numel():
+                return keys.data_ptr() == layer.memory[0][0, :, self.length :].data_ptr()
+        return False
 
     def _restore(self, states: Sequence[Tensor]) -> None:
         """Set the states after the last token. Without `states`, they are unknown there."""
@@ -306,7 +302,7 @@ class KVBuffer:
         if self.stacked is None:
             return replace(kv.clone(), states=states)
         sides = (side[:, :, start:stop] for side in self.stacked)
-        keys, values = (tuple(_new(side.shape, side.dtype, side.device).copy_(side)) for side in sides)
+        keys, values = (tuple(new_tensor(side.shape, side.dtype, side.device).copy_(side)) for side in sides)
         return KVTensors(keys, values, states)
 
     def view_of(self, start: int, stop: int) -> KVTensors:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -30,8 +29,6 @@ from kp_core.plan.plan import Limit, Plan
 from kp_core.threads import check_process, make_anew
 from kp_core.tools import Scores
 
-_WINDOW = 256
-"""Plans of `kv` examined together: enough to find several with the same prefix, few enough to hold in memory."""
 _MOST_TEXTS, _MOST_TOKENS = 16, 512  # Of one pass.
 _NEVER = Limit()
 
@@ -334,44 +331,33 @@ class LocalEngine:
 
     def _computed(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:
         """The KV of `plan.wanted` for each plan, in order. Texts after the same prefix share passes."""
-        source = iter(plans)
-        while window := list(itertools.islice(source, _WINDOW)):
-            # Batches run in the order of their first plans, so that the first results come soon.
-            results: dict[int, KVTensors] = {}
-            upcoming = 0
-            for batch in sorted(self._batches(window), key=min):
-                together: list[KVTensors] = []
-                if len(batch) > 1:  # Without the memory for it, each is computed alone, which needs less.
-                    together = self.scheduler.retry_after_oom(
-                        partial(self._together, [window[at] for at in batch]), list
-                    )
-                kvs = together or [self.scheduler.retry_after_oom(partial(self._alone, window[at])) for at in batch]
-                results.update(zip(batch, kvs, strict=True))
-                while upcoming in results:
-                    yield results.pop(upcoming)
-                    upcoming += 1
+        for batch in self._batches(plans):
+            together: list[KVTensors] = []
+            if len(batch) > 1:  # Without the memory for it, each is computed alone, which needs less.
+                together = self.scheduler.retry_after_oom(partial(self._together, batch), list)
+            yield from together or (self.scheduler.retry_after_oom(partial(self._alone, plan)) for plan in batch)
 
-    def _batches(self, plans: list[Plan]) -> list[list[int]]:
-        """The indices of the plans, grouped into passes. A pass has texts after the same prefix of plain tokens."""
-        batches: list[list[int]] = []
-        latest: dict[tuple[int, ...], list[int]] = {}
-        for index, plan in enumerate(plans):
+    def _batches(self, plans: Iterable[Plan]) -> Iterator[list[Plan]]:
+        """The plans, grouped into passes. A pass has texts after the same prefix of plain tokens."""
+        batch, tokens, prefix = list[Plan](), 0, tuple[int, ...]()
+        for plan in plans:
             start, stop = plan.wanted
+            tokens += stop - start
             is_plain = all(region.source == "computed" and region.stop <= start for region in plan.regions)
-            batch = latest.get(plan.prompt.token_ids[:start], []) if is_plain and "batch" not in self.lacks else []
-            tokens = sum(plans[member].wanted[1] - start for member in batch)
-            if not batch or len(batch) == _MOST_TEXTS or tokens + stop - start > _MOST_TOKENS:
-                batch = []
-                batches.append(batch)
-                if is_plain:
-                    latest[plan.prompt.token_ids[:start]] = batch
-            batch.append(index)
-        return batches
+            is_alike = is_plain and "batch" not in self.lacks and plan.prompt.token_ids[:start] == prefix
+            if batch and not (is_alike and len(batch) < _MOST_TEXTS and tokens <= _MOST_TOKENS):
+                yield batch
+                batch, tokens = [], stop - start
+            if not batch:
+                prefix = plan.prompt.token_ids[:start] if is_plain else (-1,)
+            batch.append(plan)
+        if batch:
+            yield batch
 
     def _alone(self, plan: Plan) -> KVTensors:
         start, stop = plan.wanted
         with closing(self.prefill(plan, stop, logits=False)) as run:
-            run.compute_apart(stop)
+            run.compute(stop, apart=True)
             return run.buffer.read(start, stop)
 
     def _together(self, plans: list[Plan]) -> list[KVTensors]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from kp_core.engines.local.tree import PrefixTree
 from kp_core.kv import KVTensors
 from kp_core.plan.plan import Sampling
 from kp_core.rope import Rope
-
-Memory: TypeAlias = dict[int, dict[int, Tensor]]
-"""Where each group of rows copies keys, 0, and values, 1. Using tensors again is faster than new memory."""
 
 
 class Model(Protocol):
@@ -51,7 +48,7 @@ class Model(Protocol):
         Rows may have the same buffer: each is then behind its tokens alone, and those of the last row stay.
         """
 
-    def rows(self, buffers: Sequence[KVBuffer], memory: Memory | None = None) -> Callable[[Sequence[int]], Tensor]:
+    def rows(self, buffers: Sequence[KVBuffer]) -> Callable[[Sequence[int]], Tensor]:
         """A function that runs one token behind each buffer in one pass, and returns logits, `(rows, vocabulary)`."""
 
     def forward_among(  # noqa: PLR0913

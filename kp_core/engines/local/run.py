@@ -77,8 +77,6 @@ class Run:
         """See `TokenStream.kept`."""
         self.deferred_suffix: tuple[int, ...] = ()
         """The last tokens of the prompt, if they are left to `decode_suffix`."""
-        self._is_owing = False
-        """Whether the tree gets KV of the prompt later; see `_bring_in_place`."""
         self._late: tuple[Region, Sequence[int]] | None = None
         """A composed region, and the places in the buffer of its tokens that the next pass must compute."""
 
@@ -109,8 +107,6 @@ class Run:
         prompt_tokens, stop = len(self.plan.prompt), self.buffer.length
         if answer:
             self.settle()
-        if self._is_owing:
-            self.path.owe(-1)
         if answer and stop > prompt_tokens and self.path.is_open and self.path.tokens == prompt_tokens:
             self.path.extend(tuple(answer[: stop - prompt_tokens]), self.buffer.read(prompt_tokens, stop))
         self.buffer.note(self.path.held)
@@ -125,7 +121,7 @@ class Run:
             else:
                 self._bring(region)
         # The regions of a plan for `Engine.kv` end before the wanted tokens.
-        self._compute(self.plan.regions[-1].stop if self.plan.regions else 0)
+        self.compute(self.plan.regions[-1].stop if self.plan.regions else 0)
         self._collect()
 
     def _fill_steered(self, plain_kv: KVTensors | None) -> None:
@@ -135,12 +131,12 @@ class Run:
         for region in steered:
             if region.stop > self.buffer.length:
                 # Packs were compiled after plain KV, so their KV is wrong after altered KV.
-                self._compute(region.start)
-                self.compute_apart(region.stop)
+                self.compute(region.start)
+                self.compute(region.stop, apart=True)
                 kv = self.buffer.read(region.start, region.stop)
                 self.buffer.truncate(region.start)
                 self._alter(region, kv)
-        self._compute(len(self.plan.prompt))
+        self.compute(len(self.plan.prompt))
 
     def _bring(self, region: Region) -> None:
         """Load the KV that a pack or the store has for a region. First computes the missing tokens before it."""
@@ -149,15 +145,20 @@ class Run:
         if stop <= self.buffer.length or self._bring_in_place(region, stop):
             return
         packs = self.load(region, self.plan) if region.source == "pack" else None
-        if packs and (kv := packs[0].kv):
-            self._compute(region.start)
-            filled = self.buffer.length
-            if not kv.states or stop == region.stop:  # States are known only at the end of the pack.
-                self._append(kv.slice(filled - region.start, stop - region.start))
+        if packs:
+            self._bring_kv(packs[0].kv, region.start, stop)
             return
         for (start, end), entry in self.plan.entries.items():
             if region.start <= start < stop and min(end, stop) > self.buffer.length:
-                self._bring_entry(entry, start, min(end, stop))
+                self._bring_kv(self._read(entry), start, min(end, stop))
+
+    def _bring_kv(self, kv: KVTensors | None, start: int, stop: int) -> None:
+        """Append the `kv` of tokens from `start` on, up to `stop`. First computes the missing tokens before it."""
+        kv = kv and kv.slice(0, min(kv.tokens, stop - start))
+        # States are known only at the end of stored KV, so one that is cut does not fit a model with states.
+        if kv and start + kv.tokens > self.buffer.length and self._model.shape.fits(kv):
+            self.compute(start)
+            self._append(kv.slice(self.buffer.length - start, kv.tokens))
 
     def _bring_in_place(self, region: Region, stop: int) -> bool:
         """Read the KV of a pack from its file into the buffer; returns whether it is there.
@@ -165,45 +166,32 @@ class Run:
         The tree then gets a copy of this and all that follows after the first token (`settle`). So this is for answers,
         while no other prompt waits that may begin with this pack.
         """
-        span, packs, lacks = region.span, self.plan.packs, self._model.lacks
+        span, packs, model = region.span, self.plan.packs, self._model
         if region.source != "pack" or span is None or span.soft or span.pack.kv or packs is None:
             return False
-        if not self._may_defer or self.plan.labels or self._model.shape.states or self._scheduler.may_join(1):
-            return False
         # Composers write KV into views of the buffer, too; on a GPU it is copied while the first layers compute.
-        if "compose" in lacks or self._model.shape.device.type != "cpu" or not find_handles(span.handle):
+        is_written = "compose" not in model.lacks and model.shape.device.type == "cpu" and not model.shape.states
+        is_alone = self._may_defer and not self.plan.labels and not self._scheduler.may_join(1)
+        if not (is_written and is_alone and find_handles(span.handle)):
             return False
-        self._compute(region.start)
+        self.compute(region.start)
         if self.buffer.length > region.start:
             return False
-        pack = span.pack
-        entry = Entry.of_pack(span.handle, pack.fingerprint, pack.prefix, pack.token_ids)
+        entry = Entry.of_pack(span.handle, span.pack.fingerprint, span.pack.prefix, span.pack.token_ids)
         room = self.buffer.view_of(region.start, region.stop)
         if not packs.read_into(room, entry):
             return False
         self.buffer.append(room.slice(0, stop - region.start))
-        if not self._is_owing:
-            self._is_owing = True
-            self.path.owe()
+        self.path.owe(owes=True)
         self._check_limit()
         return True
 
     def settle(self) -> None:
         """Give the tree what it lacks of the prompt. Call it before a token behind the prompt is computed."""
-        if self._is_owing:
+        if self.path.owes:
             self._extend(self.path.tokens)
-            self._is_owing = False
-            self.path.owe(-1)
+            self.path.owe(owes=False)
             self.buffer.note(self.path.held)
-
-    def _bring_entry(self, entry: Entry, start: int, stop: int) -> None:
-        """Load the KV that an entry has of the tokens `start:stop`."""
-        kv = self._read(entry)
-        kv = kv and kv.slice(0, min(kv.tokens, stop - start))
-        if kv is None or start + kv.tokens <= self.buffer.length or not self._model.shape.fits(kv):
-            return
-        self._compute(start)
-        self._append(kv.slice(self.buffer.length - start, kv.tokens))
 
     def _read(self, entry: Entry) -> KVTensors | None:
         """The KV of the tokens that `entry` and the stored one have in common, on the CPU."""
@@ -220,7 +208,7 @@ class Run:
     def _compose(self, region: Region, composer: Composer) -> None:
         """Write the KV that a composer makes for a region."""
         if region.stop > self.buffer.length:
-            self._compute(region.start)
+            self.compute(region.start)
             packs = self.load(region, self.plan)
             if packs is None:  # A forward pass then computes the region.
                 return
@@ -304,13 +292,13 @@ class Run:
                 if self._model.shape.fits(kv):
                     self.kept.append((entry, kv.to("cpu")))
 
-    def _compute(self, until: int) -> None:
-        """Compute the tokens up to `until`, in passes of at most `pass_tokens`.
+    def compute(self, until: int, *, apart: bool = False) -> None:
+        """Compute the tokens up to `until`, in passes of at most `pass_tokens`. The tree gets them unless `apart`.
 
         The pass over the last token of the prompt sets `logits`, if they are needed, or is left to `decode_suffix`.
         Where states of recurrent layers are to be known, a pass ends, too.
         """
-        ends = sorted(self.plan.ends) if self._model.shape.states else []
+        ends = sorted(self.plan.ends) if self._model.shape.states and not apart else []
         while (start := self.buffer.length) < until:
             stop = min(until, start + self._scheduler.pass_tokens, *ends[(at := bisect_right(ends, start)) : at + 1])
             ids, is_last = self.plan.prompt.token_ids[start:stop], self._needs_logits and stop == len(self.plan.prompt)
@@ -320,7 +308,8 @@ class Run:
             computed = self._pass(ids, int(is_last))
             self.logits = computed[0] if is_last else None
             self.computed += stop - start
-            self._extend(start)
+            if not apart:
+                self._extend(start)
             self._check_limit()
 
     def _extend(self, start: int, kv: KVTensors | None = None) -> None:
@@ -366,14 +355,6 @@ class Run:
         ids = [self.plan.prompt.token_ids[at] for at in places]
         with self._scheduler.prefill(len(places)):
             return self._model.forward_among(ids, self.buffer, places, logits=logits)
-
-    def compute_apart(self, until: int) -> None:
-        """Compute the tokens up to `until`, which the tree does not get."""
-        while (start := self.buffer.length) < until:
-            ids = self.plan.prompt.token_ids[start : min(until, start + self._scheduler.pass_tokens)]
-            self._scheduler.forward(ids, self.buffer, 0)
-            self.computed += len(ids)
-            self._check_limit()
 
     def _alter(self, region: Region, kv: KVTensors) -> None:
         """Write plain `kv`, which ends where the steered `region` ends, and alter the part inside the region."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kp_core.engines.local.buffer import KVBuffer
-from kp_core.engines.local.model import Memory, Model
+from kp_core.engines.local.model import Model
 from kp_core.errors import ModelError
 from kp_core.threads import release_openmp_threads
 
@@ -69,8 +69,6 @@ class Scheduler:
         self._took = self._freed = self._came = 0.0
         self._together: set[Decoding] = set()
         self._rows: tuple[list[Decoding], Callable[[Sequence[int]], Tensor]] | None = None
-        self._memory: Memory = {}
-        """Used again by the next rows, until no answers are decoded together."""
 
     def retry_after_oom(self, compute: Callable[[], _Result], again: Callable[[], _Result] | None = None) -> _Result:
         """The result of `compute`. If the device has too little memory, frees what no request uses, and tries `again`.
@@ -139,8 +137,6 @@ class Scheduler:
             self._together.discard(decoding)
             if self._rows is not None and decoding in self._rows[0]:
                 self._rows = None
-            if not self._together:
-                self._memory = {}
             self._changed.notify_all()
 
     def step(self, decoding: Decoding, *tokens: int) -> Tensor:
@@ -228,7 +224,7 @@ class Scheduler:
 
     def _one_by_one(self, batch: list[Decoding]) -> None:
         """Set the logits of each step, or its error, after the pass for all of them failed."""
-        self._rows, self._memory = None, {}
+        self._rows = None
         for member in batch:
             if not member.buffer.has_states:  # The failed pass wrote over them.
                 member.error = ModelError(_OUT_OF_MEMORY)
@@ -251,10 +247,10 @@ class Scheduler:
         if any(len(member.tokens) > 1 for member in batch):
             self._rows = None  # Suffixes are new rows, and copies of the other rows' keys are out of date afterwards.
             return self.model.ragged([member.buffer for member in batch], [member.tokens for member in batch])
-        rows = self._rows
-        if rows is None or rows[0] != batch:
-            rows = self._rows = batch, self.model.rows([member.buffer for member in batch], self._memory)
-        return rows[1]([member.tokens[0] for member in batch])
+        if self._rows is None or self._rows[0] != batch:
+            self._rows = None  # So that what it copied is freed before.
+            self._rows = batch, self.model.rows([member.buffer for member in batch])
+        return self._rows[1]([member.tokens[0] for member in batch])
 
     def _free(self, turn: float) -> None:
         if len(self._together) > 1 or self._coming or self._waiting or self._prefilling:

@@ -13,6 +13,8 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -26,13 +28,13 @@ from kp_core.packs.pack import common_length
 
 logger = logging.getLogger(__name__)
 
-_serials = itertools.count(1)
 _UNLABELLED: Mapping[int, tuple[int, int]] = MappingProxyType({})
 
 Name: TypeAlias = tuple[int, int, int]
 """Names some tokens of an inserted KV: the serial of that KV, the first token in it, the number of tokens."""
 
 
+@dataclass(eq=False, slots=True)
 class Node:
     """Consecutive tokens with their KV.
 
@@ -42,26 +44,17 @@ class Node:
     `packs`: the handle of each pack with tokens here, and where in the prompt it ends.
     """
 
-    __slots__ = ("begin", "children", "ids", "kv", "label", "logits", "owners", "packs", "parent", "serial", "users")
-
-    def __init__(  # noqa: PLR0913 - what a node is
-        self,
-        ids: tuple[int, ...],
-        kv: KVTensors | None,
-        parent: Node | None,
-        *,
-        owners: frozenset[str] = frozenset(),
-        packs: frozenset[tuple[str, int]] = frozenset(),
-        label: int = 0,
-        serial: int = 0,
-        begin: int = 0,
-    ) -> None:
-        self.ids, self.kv, self.parent, self.label = ids, kv, parent, label
-        self.owners, self.packs = owners, packs
-        self.children: dict[object, list[Node]] = {}
-        self.logits: Tensor | None = None
-        self.users = 0
-        self.serial, self.begin = serial or next(_serials), begin
+    ids: tuple[int, ...]
+    kv: KVTensors
+    parent: Node | None
+    owners: frozenset[str] = frozenset()
+    packs: frozenset[tuple[str, int]] = frozenset()
+    label: int = 0
+    logits: Tensor | None = None
+    serial: int = field(default_factory=itertools.count(1).__next__)
+    begin: int = 0
+    children: dict[object, list[Node]] = field(default_factory=dict)
+    users: int = 0
 
     @property
     def key(self) -> object:
@@ -84,8 +77,11 @@ class Node:
     @property
     def nbytes(self) -> int:
         """Bytes of KV and logits."""
-        logits_bytes = 0 if self.logits is None else self.logits.nbytes
-        return logits_bytes + (0 if self.kv is None else self.kv.nbytes)
+        return self.kv.nbytes + (0 if self.logits is None else self.logits.nbytes)
+
+
+_End: TypeAlias = "tuple[int, Node, int, _End | None]"
+"""Where a match ends: the tokens up to there, the last node, how many tokens of it match, and where that one began."""
 
 
 def _key(ids: tuple[int, ...], label: int) -> object:
@@ -115,6 +111,8 @@ class Path:
         self._tree = tree
         self.is_open = True
         """Whether more tokens may be inserted. The tree sets it to `False` when it has no room."""
+        self.owes = False
+        """Whether tokens of the prompt are inserted later; see `owe`."""
         self.last = root
         self.held: list[tuple[Name, KVTensors]] = []
         """The KV of each node, as it was when the path reached it; another prompt may split the node later."""
@@ -138,8 +136,10 @@ class Path:
                 children = self.last.children.get(_key(ids, label), [])
                 node = next((child for child in children if child.owners == readers), None)
                 if node is None:
-                    node = Node(ids, kv, self.last, owners=readers, packs=frozenset(packs), label=label)
-                    self.is_open = tree._add(self, node, logits)
+                    node = Node(ids, kv, self.last, readers, frozenset(packs), label, logits)
+                    self.is_open = tree._add(node)
+                    if self.is_open:
+                        self._step(node)
                     break
                 # Another thread inserted these tokens first, or they come again with logits or states.
                 shared = common_length(node.ids, ids)
@@ -168,27 +168,31 @@ class Path:
         tree, stop = self._tree, 0
         with tree.lock:
             nodes = list(self.last.line)[::-1]
-            for node in nodes:
-                node.users += 1  # Making room for one must not evict another.
-            try:
+            with tree._using(nodes):  # Making room for one must not evict another.
                 for node in nodes:
                     start, stop = stop, stop + len(node.ids)
                     is_cold = node in tree._cold
                     if is_cold and not tree._evict(tree.nbytes + node.nbytes - tree.budget_bytes):
                         continue
-                    if node.kv is not None and (is_cold or node.kv.device != device):
-                        tree._bring(node, read(start, stop), device)
-            finally:
-                for node in nodes:
-                    node.users -= 1
+                    if is_cold or node.kv.device != device:
+                        kv = read(start, stop)
+                        node.kv = replace(kv, states=tuple(state.to(device) for state in node.kv.states))
+                        node.logits = None if node.logits is None else node.logits.to(device)
+                    if is_cold:
+                        del tree._cold[node]
+                        tree._age[node] = None
+                        tree.host_nbytes -= node.nbytes
+                        tree.nbytes += node.nbytes
 
-    def owe(self, change: int = 1) -> None:
-        """Record that tokens of the prompt are inserted later, or with -1 that they are, or never will be."""
+    def owe(self, *, owes: bool) -> None:
+        """Record whether tokens of the prompt are inserted later, so that `PrefixTree.forget` knows."""
         with self._tree.lock:
-            self._tree._owed += change
+            self._tree._owed += owes - self.owes
+            self.owes = owes
 
     def release(self) -> None:
         """Allow the tree to evict these nodes again."""
+        self.owe(owes=False)
         with self._tree.lock:
             self.last.users -= 1
 
@@ -196,9 +200,8 @@ class Path:
         self.last.users -= 1
         node.users += 1
         self.last = node
-        if node.kv is not None:
-            self.held.append(((node.serial, node.begin, node.kv.tokens), node.kv))
-            self.tokens += node.kv.tokens
+        self.held.append(((node.serial, node.begin, node.kv.tokens), node.kv))
+        self.tokens += node.kv.tokens
 
 
 class PrefixTree:
@@ -214,11 +217,13 @@ class PrefixTree:
         self.nbytes = self.host_nbytes = 0
         self._owed = 0  # Paths that are extended later.
         self.lock = threading.RLock()
-        self._root = Node((), None, None)
+        self._root = Node((), KVTensors((torch.empty(0, 0, 0),), (torch.empty(0, 0, 0),)), None)
         # Least recently used first. A path is touched from leaf to root, so a leaf comes before its ancestors.
         self._age: OrderedDict[Node, None] = OrderedDict()
         self._cold: OrderedDict[Node, None] = OrderedDict()
-        """The nodes in host memory, in the same order."""
+        """The nodes in host memory, in the same order. They share no memory."""
+        self._left = list[tuple[Node, KVTensors]]()
+        """Nodes that left the device, with the KV that they had there; other nodes may share its memory."""
 
     def __len__(self) -> int:
         return len(self._age) + len(self._cold)
@@ -252,15 +257,13 @@ class PrefixTree:
         path covers the whole prompt only if the tree has the logits after it; otherwise it ends before the last token.
         """
         with self.lock:
-            matches = self._longest(self._root, ids, 0, frozenset(owners), labels)
-            is_whole = bool(matches) and sum(count for _, count in matches) == len(ids)
+            matches = self._longest(ids, frozenset(owners), labels)
+            is_whole = sum(count for _, count in matches) == len(ids) > 0
             if logits and is_whole and not (_is_all(*matches[-1]) and matches[-1][0].logits is not None):
                 node, count = matches.pop()
                 if count > 1 and not node.label:
                     matches.append((node, count - 1))
-            while (
-                self._has_states and matches and not (_is_all(*matches[-1]) and (kv := matches[-1][0].kv) and kv.states)
-            ):
+            while self._has_states and matches and not (_is_all(*matches[-1]) and matches[-1][0].kv.states):
                 matches.pop()
             path = Path(self, self._root)
             for node, count in matches:
@@ -270,44 +273,29 @@ class PrefixTree:
             return path
 
     def _longest(
-        self,
-        node: Node,
-        ids: tuple[int, ...],
-        at: int,
-        readable: frozenset[str],
-        labels: Mapping[int, tuple[int, int]],
+        self, ids: tuple[int, ...], readable: frozenset[str], labels: Mapping[int, tuple[int, int]]
     ) -> list[tuple[Node, int]]:
-        """The nodes below `node` that match `ids` from `at` on, each with the number of tokens that match."""
-        matches: list[tuple[Node, int]] = []
-        while at < len(ids):
+        """The nodes that match the beginning of `ids`, each with the number of its tokens that match."""
+        best: _End | None = (0, self._root, 0, None)
+        ends, longest = [best], 0
+        while ends:
+            end = ends.pop()
+            at, node, count, _ = end
+            if at > longest:
+                best, longest = end, at
+            if count < len(node.ids) or at == len(ids):
+                continue
             stop, label = labels.get(at, (min((start for start in labels if start > at), default=len(ids)), 0))
             children = node.children.get(_key(ids[at:stop], label) if label else ids[at], [])
-            children = [child for child in children if child.owners <= readable]
-            if len(children) > 1:  # Texts of several owners begin alike.
-                branches = [self._branch(child, ids, at, stop, readable, labels) for child in children]
-                return matches + max(branches, key=lambda branch: sum(count for _, count in branch))
-            if not children:
-                break
-            node = children[0]
-            count = _common(node, ids, at, stop)
+            # Texts of several owners may begin alike.
+            for child in reversed([child for child in children if child.owners <= readable]):
+                count = _common(child, ids, at, stop)
+                ends.append((at + count, child, count, end))
+        matches: list[tuple[Node, int]] = []
+        while best is not None:
+            _, node, count, best = best
             matches.append((node, count))
-            at += count
-            if count < len(node.ids):
-                break
-        return matches
-
-    def _branch(  # noqa: PLR0913
-        self,
-        child: Node,
-        ids: tuple[int, ...],
-        at: int,
-        stop: int,
-        readable: frozenset[str],
-        labels: Mapping[int, tuple[int, int]],
-    ) -> list[tuple[Node, int]]:
-        count = _common(child, ids, at, stop)
-        below = self._longest(child, ids, at + count, readable, labels) if count == len(child.ids) else []
-        return [(child, count), *below]
+        return matches[-2::-1]
 
     def shrink(self, budget_bytes: int) -> bool:
         """Set a new budget, and evict what exceeds it; `False`, with the old budget, if what is in use does not fit."""
@@ -345,25 +333,26 @@ class PrefixTree:
                 stops = [stop for handle, stop in node.packs if handle in packs]
                 # What others begin with, too, is theirs as well.
                 if stops and not (node.children and min(stops) > depths[node]) and node in self._order_of(node):
-                    if self._drop(node):
-                        self._release_storage(node, node.kv)
-                    else:
-                        is_done = False
+                    is_done &= self._drop(node)
+            self._unshare()
             return is_done
 
     def _order_of(self, node: Node) -> OrderedDict[Node, None]:
         return self._cold if node in self._cold else self._age
 
     def _split(self, node: Node, at: int) -> Node:
-        """Insert a node with the first `at` tokens above `node`, which keeps the rest. The KV is shared."""
+        """Insert a node with the first `at` tokens above `node`, which keeps the rest. On the device they share KV."""
         parent, kv = node.parent, node.kv
-        if parent is None or kv is None:
+        if parent is None:
             raise AssertionError("the root holds no tokens to split")
-        upper = Node(node.ids[:at], kv.slice(0, at), parent, owners=node.owners, serial=node.serial, begin=node.begin)
-        upper.packs = node.packs
+        parts = kv.slice(0, at), kv.slice(at, kv.tokens)
+        if node in self._cold:
+            with suppress(RuntimeError):  # Where the system pins no more, they share it, too.
+                parts = to_host(parts[0]), to_host(parts[1])
+        upper = Node(node.ids[:at], parts[0], parent, node.owners, node.packs, serial=node.serial, begin=node.begin)
         siblings = parent.children[node.key]
         siblings[siblings.index(node)] = upper
-        node.ids, node.kv, node.parent = node.ids[at:], kv.slice(at, kv.tokens), upper
+        node.ids, node.kv, node.parent = node.ids[at:], parts[1], upper
         node.begin += at
         upper.children[node.key] = [node]
         self._order_of(node)[upper] = None
@@ -373,54 +362,50 @@ class PrefixTree:
         """Add the logits after the last token and the states to a node that lacks them; `False` without room."""
         if node in self._cold:
             return True  # It gets them when it is back on the device.
-        added_bytes = 0
-        if node.logits is None and logits is not None:
-            added_bytes += logits.nbytes
-        if node.kv is not None and kv.states and not node.kv.states:
-            added_bytes += kv.state_bytes
-        if not added_bytes:
-            return True
-        node.users += 1  # Making room must not evict this node.
-        try:
-            if not self._evict(self.nbytes + added_bytes - self.budget_bytes):
+        logits = logits if node.logits is None else None
+        states = () if node.kv.states else kv.states
+        added_bytes = sum(tensor.nbytes for tensor in (logits, *states) if tensor is not None)
+        with self._using([node]):
+            if added_bytes and not self._evict(self.nbytes + added_bytes - self.budget_bytes):
                 return False
-        finally:
-            node.users -= 1
         self.nbytes += added_bytes
-        if node.logits is None:
-            node.logits = logits
-        if node.kv is not None and kv.states and not node.kv.states:
-            node.kv = KVTensors(node.kv.keys, node.kv.values, kv.states)
+        node.logits = node.logits if logits is None else logits
+        node.kv = replace(node.kv, states=states) if states else node.kv
         return True
 
-    def _add(self, path: Path, node: Node, logits: Tensor | None) -> bool:
-        node.logits = logits
-        if not self._evict(self.nbytes + node.nbytes - self.budget_bytes):
+    @contextmanager
+    def _using(self, nodes: Sequence[Node]) -> Iterator[None]:
+        """Within, these nodes stay."""
+        for node in nodes:
+            node.users += 1
+        try:
+            yield
+        finally:
+            for node in nodes:
+                node.users -= 1
+
+    def _add(self, node: Node) -> bool:
+        """Add a node below its parent; `False` without room."""
+        if node.parent is None or not self._evict(self.nbytes + node.nbytes - self.budget_bytes):
             return False
         self.nbytes += node.nbytes
-        path.last.children.setdefault(node.key, []).append(node)
+        node.parent.children.setdefault(node.key, []).append(node)
         self._age[node] = None
-        path._step(node)
         return True
 
     def _evict(self, excess: int) -> bool:
         """Free at least `excess` bytes on the device. Returns whether that was possible."""
-        nbytes, host_nbytes = self.nbytes, self.host_nbytes
-        evicted, stuck = list[tuple[Node, KVTensors | None]](), set[Node]()
+        nbytes, host_nbytes, stuck = self.nbytes, self.host_nbytes, set[Node]()
         while nbytes - self.nbytes < excess:
             victim = next((node for node in self._age if node not in stuck and self._may_go(node)), None)
             if victim is None:
                 break
-            kv = victim.kv
-            if self._move_out(victim) or self._drop(victim):
-                evicted.append((victim, kv))
-            else:
+            if not self._move_out(victim) and not self._drop(victim):
                 stuck.add(victim)
-        for victim, kv in evicted:
-            self._release_storage(victim, kv)
-        if evicted:
+        if count := len(self._left):
+            self._unshare()
             moved = max(0, self.host_nbytes - host_nbytes)
-            log_event(logger, "KV evicted from memory", nodes=len(evicted), nbytes=nbytes - self.nbytes, to_host=moved)
+            log_event(logger, "KV evicted from memory", nodes=count, nbytes=nbytes - self.nbytes, to_host=moved)
         return nbytes - self.nbytes >= excess
 
     def _may_go(self, node: Node) -> bool:
@@ -430,7 +415,7 @@ class PrefixTree:
     def _move_out(self, node: Node) -> bool:
         """Move a node to host memory; `False` without room."""
         is_small = self.host_bytes and node.nbytes <= self.host_bytes
-        if node.kv is None or not is_small or not self._drop_cold(self.host_bytes - node.nbytes):
+        if not is_small or not self._drop_cold(self.host_bytes - node.nbytes):
             return False
         try:
             kv = to_host(node.kv)
@@ -438,10 +423,9 @@ class PrefixTree:
             logger.warning("KV in host memory stays within %s bytes: %s", f"{self.host_nbytes:,}", error)
             self.host_bytes = self.host_nbytes
             return False
-        self.nbytes -= node.nbytes
+        self._leave(node)
         node.kv, node.logits = kv, None if node.logits is None else node.logits.cpu()
         self.host_nbytes += node.nbytes
-        del self._age[node]
         self._cold[node] = None
         return True
 
@@ -452,61 +436,43 @@ class PrefixTree:
             if node is None:
                 return False
             self._drop(node)
-            self._release_storage(node, node.kv)
         return True
 
     def _drop(self, node: Node) -> bool:
         """Drop a node and what is below it, except what is in use. Returns whether the node was dropped."""
-        dropped = [child for child in list(node.below) if self._drop(child)]
+        for child in [*node.below]:
+            self._drop(child)
         if node.children or node.users or node.parent is None:
-            for child in dropped:
-                self._release_storage(child, child.kv)
             return False
-        if node in self._cold:
-            del self._cold[node]
-            self.host_nbytes -= node.nbytes
-        else:
-            del self._age[node]
-            self.nbytes -= node.nbytes
+        self._leave(node)
         siblings = node.parent.children[node.key]
         siblings.remove(node)
         if not siblings:
             del node.parent.children[node.key]
         return True
 
-    def _bring(self, node: Node, kv: KVTensors, device: torch.device) -> None:
-        """Give a node its KV on the device; `kv` is the same without states."""
-        old, nbytes = node.kv, node.nbytes
-        node.kv = KVTensors(kv.keys, kv.values, tuple(state.to(device) for state in old.states) if old else ())
-        node.logits = None if node.logits is None else node.logits.to(device)
+    def _leave(self, node: Node) -> None:
+        """Take a node out of the memory in which it is."""
         if node in self._cold:
             del self._cold[node]
-            self._age[node] = None
-            self.host_nbytes -= nbytes
-            self.nbytes += nbytes
-            self._release_storage(node, old)
-            parts = [*node.below]
-            while parts:  # After splits in host memory, the parts below share memory with it, too.
-                part = parts.pop()
-                if part.serial == node.serial:
-                    parts += part.below
-                    self._compact(part, old)
+            self.host_nbytes -= node.nbytes
+        else:
+            del self._age[node]
+            self.nbytes -= node.nbytes
+            self._left.append((node, node.kv))
 
-    def _release_storage(self, victim: Node, kv: KVTensors | None) -> None:
-        """Copy the KV of the ancestors that share memory with `kv` of `victim`, so that the memory of `kv` is freed."""
-        for node in itertools.islice(victim.line, 1, None):
-            if node.serial != victim.serial and (not node.kv or not kv or _storage(node.kv) != _storage(kv)):
-                break  # What is inserted at once shares memory, too, though its parts have other owners.
-            self._compact(node, kv)
+    def _unshare(self) -> None:
+        """Copy the KV of nodes that share memory with one that left the device, so that this memory is freed.
 
-    def _compact(self, node: Node, kv: KVTensors | None) -> None:
-        """Copy the KV of a node that shares memory with `kv`."""
-        if node.kv is None or kv is None or _storage(node.kv) != _storage(kv):
-            return
-        if node in self._age:
-            node.kv = node.kv.clone()
-        elif node in self._cold:
-            node.kv = to_host(node.kv)
+        They are ancestors: nodes share it after a split, and if their KV was inserted at once.
+        """
+        for victim, kv in self._left:
+            for node in itertools.islice(victim.line, 1, None):
+                if _storage(node.kv) != _storage(kv):
+                    break
+                if node in self._age:
+                    node.kv = node.kv.clone()
+        self._left.clear()
 
 
 def _storage(kv: KVTensors) -> int:
