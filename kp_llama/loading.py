@@ -13,7 +13,6 @@ import torch
 
 from kp_core.bundled import BUNDLED_MODEL, installed_file
 from kp_core.engines.hf.identity import converted_tokenizer, digest_files, stamp_files, tokenizer_identity
-from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.errors import ModelError, OptionError
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -99,8 +98,6 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
             **tokenizer_identity(tokenizer, template),
         )
 
-    if cache_bytes is None:
-        cache_bytes = default_cache_bytes(causal.shape.device, memory_bytes(causal.shape.device), 0)
     engine = LocalEngine(
         causal,
         tokenizer,

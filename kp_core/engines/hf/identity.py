@@ -67,7 +67,10 @@ def fingerprint_of(
         try:
             folder = checkpoint_folder(source, revision)
             weights = digest_files(folder)
-            config = json.loads(_config_of(folder, weights))
+            files = [folder / "config.json"]
+            if folder.is_file():  # A GGUF file contains it; if it was unpacked, its folder is faster.
+                files = [*cache_directory().glob(f"gguf-{weights}-*/config.json")]
+            config = json.loads(files[0].read_bytes() if files else load_part("AutoConfig", folder).to_json_string())
         except (OSError, ValueError, ImportError) as error:
             raise unreadable(source, error) from error
     else:
@@ -85,18 +88,6 @@ def fingerprint_of(
         **tokenizer_identity(tokenizer, template),
         **dict(zip(NUMERICS, numerics, strict=True)),
     )
-
-
-def _config_of(folder: Path, weights: str) -> str | bytes:
-    """The configuration of a checkpoint as JSON. A GGUF file contains it; if it was unpacked, its folder is faster."""
-    place, gguf_file = place_of(folder)
-    if not gguf_file:
-        return (folder / "config.json").read_bytes()
-    if unpacked := next(cache_directory().glob(f"gguf-{weights}-*/config.json"), None):
-        return unpacked.read_bytes()
-    from transformers import AutoConfig
-
-    return str(AutoConfig.from_pretrained(place, **gguf_file).to_json_string())
 
 
 def identity_of(source: str | Path, *, trust_remote_code: bool = False) -> ModelFingerprint:
@@ -323,19 +314,19 @@ def _digest_range(file: Path, start: int, stop: int) -> bytes:
 
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401
     """The tokenizer of a folder, a GGUF file or an id, which needs no weights; raises `ModelError`."""
-    from transformers import AutoTokenizer
-
     if place_of(source)[1]:
         return converted_tokenizer(Path(source))
-    return load_part(AutoTokenizer, source, trust_remote_code=trust_remote_code)
+    return load_part("AutoTokenizer", source, trust_remote_code=trust_remote_code)
 
 
-def load_part(kind: Any, source: str | Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401
+def load_part(kind: str, source: str | Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401
     """What `kind` (`AutoConfig`, `AutoTokenizer`) reads of a model in a folder or of an id; raises `ModelError`."""
     place, file = place_of(source)
     check_reachable(place)
+    import transformers
+
     try:
-        return kind.from_pretrained(place, **file, trust_remote_code=trust_remote_code)
+        return getattr(transformers, kind).from_pretrained(place, **file, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         raise unreadable(source, error) from error
 
@@ -345,7 +336,7 @@ def converted_tokenizer(file: Path) -> Any:  # noqa: ANN401
     import transformers
 
     def convert(target: Path) -> None:
-        load_part(transformers.AutoTokenizer, file).save_pretrained(target)
+        load_part("AutoTokenizer", file).save_pretrained(target)
 
     name = _digest(f"{file.resolve()}{stamp_files(file)}".encode())
     folder = converted(f"tokenizer-{name}", convert, source=file.name)

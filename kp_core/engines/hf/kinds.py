@@ -220,7 +220,7 @@ class _LayerAndStates(_Layer, LinearAttentionAndFullAttentionLayer):  # type: ig
     """A layer that keeps recurrent states and KV."""
 
 
-def placed_cache_of(buffer: KVBuffer, places: Tensor, stop: int, *, layers: int, in_tiles: bool = False) -> Cache:
+def placed_cache_of(buffer: KVBuffer, places: Tensor, stop: int, *, layers: int, in_tiles: bool) -> Cache:
     """A cache that writes new tokens to `places` of `buffer`, and returns its first `stop` tokens, or all `in_tiles`.
 
     After `layers` whole layers, `LayersDone` is raised when the next layer of the buffer has its keys and values.
@@ -233,8 +233,8 @@ def placed_cache_of(buffer: KVBuffer, places: Tensor, stop: int, *, layers: int,
     )
 
 
-def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = (), *, in_tiles: bool = False) -> Cache:
-    """A cache that reads and writes `buffer`, for layers with the `windows` of `CacheKind`; by default all see all KV.
+def cache_of(buffer: KVBuffer, windows: Sequence[int | None], *, in_tiles: bool) -> Cache:
+    """A cache that reads and writes `buffer`, for layers with the `windows` of `CacheKind`.
 
     With `in_tiles`, layers return the whole buffer for tiled attention, which applies the windows itself.
     """
@@ -246,7 +246,7 @@ def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = (), *, in_tiles: 
             _layer_of(stored, window, [pair for pair in states if pair[0].layer == at], in_tiles=in_tiles)
             for at, window in enumerate(windows)
         ]
-        view = buffer.view = Cache(layers=layers or [_Layer(layer, in_tiles=in_tiles) for layer in buffer.layers])
+        view = buffer.view = Cache(layers=layers)
     if not buffer.has_states:
         raise AssertionError("a model with states goes on from where they are known")
     for layer in view.layers:

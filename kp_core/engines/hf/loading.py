@@ -6,7 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from pickle import UnpicklingError
@@ -38,7 +38,7 @@ from kp_core.engines.hf.identity import (
 from kp_core.engines.hf.kinds import kind_of, positions_of
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.probe import probed
-from kp_core.engines.local.buffer import default_cache_bytes, memory_bytes
+from kp_core.engines.local.buffer import memory_bytes
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.errors import ModelError
 from kp_core.memory import without_collection
@@ -48,8 +48,8 @@ from kp_core.prompt.template import ChatTemplate
 from kp_core.session.session import Session
 from kp_core.threads import threads_for_free_cores
 
-LOADING = ("attn_implementation", "device_map", "quantization_config", "revision", "token", "torch_dtype")
-"""Further arguments of `load` for `from_pretrained`; `torch_dtype` is an older name of `dtype`."""
+LOADING = ("attn_implementation", "device_map", "quantization_config", "revision", "token")
+"""Further arguments of `load` for `from_pretrained`."""
 
 _CHUNK = defaultdict(lambda: 1024, cuda=8192)
 """Most tokens of a pass by device. On a GPU, a short pass takes as long as a longer one."""
@@ -84,10 +84,10 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     CUDA, else 1,024. With `graphs`, short passes on CUDA are captured and replayed, where the model allows it.
     `template_options` go to the chat template. Code in a checkpoint runs only with `trust_remote_code`. `loading` goes
     to `from_pretrained`: `device_map`, `quantization_config`, `attn_implementation` (which the model then keeps),
-    `revision`, `token`, `torch_dtype`.
+    `revision`, `token`.
 
-    Raises `OptionError` for unknown names, `ModelError` when loading fails, `ModelError` for architectures
-    that packs cannot serve, `PromptError` without a chat template.
+    Raises `OptionError` for unknown names, `ModelError` when loading fails and for architectures that packs cannot
+    serve, `PromptError` without a chat template.
     """
     refuse_unknown(loading, [*signature(load_session).parameters, *LOADING], "load_engine")
     source = bundled_model() if model is None else model
@@ -97,10 +97,10 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         loaded, hf_tokenizer = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code, **loading)
         # Made first, so that a missing template is reported before the model is probed.
         template = ChatTemplate(hf_tokenizer, template_options)
-    keep_attention = loading.get("attn_implementation") is not None
     # Of a model object or of code in a checkpoint, nothing tells all that the results depend on.
     kept = isinstance(source, str | Path) and not trust_remote_code
-    causal = probed(loaded, keep_attention=keep_attention, graphs=graphs, kept=kept)
+    probe = partial(probed, loaded, keep_attention=loading.get("attn_implementation") is not None, graphs=graphs)
+    causal = probe(kept=kept)
     files, commit, watch = None, None, None
     if not isinstance(source, str | Path):
         watch = watched(loaded)  # Nobody else can change a model that was loaded here.
@@ -111,7 +111,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         nonlocal causal, files, watch
         renewed = watched(loaded)
         # The engine's copies of modules, packed weights and recorded passes are of the model as it was.
-        causal = probed(loaded, keep_attention=keep_attention, graphs=graphs)
+        causal = probe()
         files, watch = None, renewed  # The model was changed in memory, so its files no longer describe it.
         identity.cache_clear()
         return causal
@@ -127,14 +127,6 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
             raise ModelError(f"The files of {str(files)!r} changed after they were loaded. Make a new engine.")
         return fingerprint_of(files or loaded, hf_tokenizer, template, commit, causal.numerics)
 
-    if cache_bytes is None:
-        place = causal.shape.device
-        free = torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else 0
-        cache_bytes = default_cache_bytes(place, memory_bytes(place), free)
-    if host_cache_bytes is None:
-        # Pinned memory comes in powers of two, so this is up to a quarter of the memory.
-        is_cuda = causal.shape.device.type == "cuda"
-        host_cache_bytes = memory_bytes(torch.device("cpu")) // 8 if is_cuda else 0
     engine = LocalEngine(
         causal,
         hf_tokenizer,
@@ -261,16 +253,12 @@ def load(
     """Load model and tokenizer on `device` in `dtype`; unsupported models are refused before their weights are loaded.
 
     `loading` are arguments of `from_pretrained`, among those in `LOADING`. For a peft model, the result is the base
-    model with the adapters inside. Code in a checkpoint runs only with `trust_remote_code`. Raises `ModelError`,
-    `ModelError`, and `MissingDependencyError` if a package that reads the weights is not installed.
+    model with the adapters inside. Code in a checkpoint runs only with `trust_remote_code`. Raises `ModelError`, and
+    `MissingDependencyError` if a package that reads the weights is not installed.
     """
     options = {name: value for name, value in loading.items() if value is not None}
-    dtypes = {_dtype(name) for name in (dtype, options.pop("torch_dtype", None)) if name is not None}
-    if len(dtypes) > 1:
-        older = loading["torch_dtype"]
-        raise ModelError(f"Got dtype={dtype} and torch_dtype={older}, which are two names of one thing.")
     target_device = None if device is None else _device(device)
-    target_dtype = next(iter(dtypes), None)
+    target_dtype = None if dtype is None else _dtype(dtype)
     if not isinstance(model, str | Path):
         if tokenizer is None:
             raise ModelError("Got a model object without its tokenizer; pass `tokenizer=` too.")
@@ -357,8 +345,8 @@ def name_of(model: object) -> str:
 def causal_lm(model: Any) -> PreTrainedModel:  # noqa: ANN401
     """The Hugging Face model that `model` is or, as a peft model, wraps.
 
-    Raises `ModelError` for other objects and for weights that are not in memory, `ModelError` for models,
-    adapters and quantisation that no engine can run.
+    Raises `ModelError` for other objects, for weights that are not in memory, and for models, adapters and quantisation
+    that no engine can run.
     """
     for adapter in getattr(model, "peft_config", {}).values() if hasattr(model, "get_base_model") else ():
         if getattr(adapter, "is_prompt_learning", False) or getattr(adapter, "alora_invocation_tokens", None):

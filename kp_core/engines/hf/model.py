@@ -93,25 +93,28 @@ class CausalModel(Network):
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], buffer: KVBuffer, logits: int = 1) -> Tensor:
         """See `Model.forward`. Without `logits`, skips the head."""
-        if not logits:
-            self._run(self.network.base_model, ids, buffer)
-            return torch.empty(0, self.vocabulary)
         if logits == 1 and self.replays is not None and (replayed := self.replays.alone(buffer, len(ids))):
             return replayed.step([buffer], [ids])
-        last_logits: Tensor = self._run(self.network, ids, buffer, **self.keep(logits)).logits[0, -logits:]
-        return last_logits.clone()
+        return self._run(buffer, len(ids), logits, input_ids=torch.tensor([ids], device=self.device))
 
-    def _run(self, network: Any, ids: Sequence[int], buffer: KVBuffer, **options: Any) -> Any:  # noqa: ANN401 - as transformers
-        """A forward pass of the model, or of its base, behind the tokens in `buffer`."""
-        start, stop = buffer.length, buffer.length + len(ids)
-        cache = cache_of(buffer, self.kind.windows, in_tiles=self.attends)
-        arguments: dict[str, Any] = {self.takes_cache: cache, **self._attention(range(start, stop), buffer), **options}
+    def _run(self, buffer: KVBuffer, tokens: int, logits: int = 0, **inputs: Any) -> Tensor:  # noqa: ANN401 - as transformers
+        """The last `logits` of a forward pass over `tokens` tokens behind those in `buffer`, given as `inputs`."""
+        start, stop = buffer.length, buffer.length + tokens
         if self._takes_positions:
-            arguments["position_ids"] = torch.arange(start, stop, device=self.device)[None]
+            inputs["position_ids"] = torch.arange(start, stop, device=self.device)[None]
+        inputs[self.takes_cache] = cache_of(buffer, self.kind.windows, in_tiles=self.attends)
         with buffer.passing():
-            output = network(input_ids=torch.tensor([ids], device=self.device), use_cache=True, **arguments)
+            last_logits = self._logits(logits, **inputs, **self._attention(range(start, stop), buffer))
         buffer.passed(stop)
-        return output
+        return last_logits
+
+    def _logits(self, count: int, **inputs: Any) -> Tensor:  # noqa: ANN401 - as transformers
+        """The last `count` logits of a pass, `(count, vocabulary)`. Without any, skips the head."""
+        if not count:
+            self.network.base_model(use_cache=True, **inputs)
+            return torch.empty(0, self.vocabulary)
+        logits: Tensor = self.network(use_cache=True, **inputs, **self.keep(count)).logits[0, -count:]
+        return logits.clone()
 
     def _attention(self, positions: Sequence[int], buffer: KVBuffer) -> dict[str, Any]:
         """Arguments of a pass that tell tiled attention how tokens at ascending positions attend over the buffer.
@@ -146,13 +149,8 @@ class CausalModel(Network):
         """
         self._refuse_moving()
         buffer = KVBuffer(self.shape, len(ids))
-        self.network.base_model(
-            input_ids=torch.tensor([ids], device=self.device),
-            position_ids=torch.arange(start, start + len(ids), device=self.device)[None],
-            use_cache=True,
-            **{self.takes_cache: cache_of(buffer, in_tiles=self.attends)},
-            **self._attention(range(len(ids)), buffer),
-        )
+        places = torch.arange(start, start + len(ids), device=self.device)
+        self._run(buffer, len(ids), input_ids=torch.tensor([ids], device=self.device), position_ids=places[None])
         return buffer.read(0, len(ids))
 
     @torch.inference_mode()
@@ -172,7 +170,7 @@ class CausalModel(Network):
         Raises `UnsupportedRequestError` if tokens of this model cannot be moved.
         """
         self._refuse_moving()
-        device, dtype, places = self.network.device, buffer.shape.dtype, list(places)
+        device, dtype, places = self.device, buffer.shape.dtype, list(places)
         stop = max(buffer.length, places[-1] + 1)
         targets, mask, options = torch.tensor(places, device=device), None, dict[str, Any]()
         in_tiles = self.attends and weights is None
@@ -192,20 +190,11 @@ class CausalModel(Network):
             options = {"kp_weights": weights}
         if layers is None:
             layers = len(buffer.layers) if logits or weights is not None else len(buffer.layers) - 1
-        last_logits = torch.empty(0, self.vocabulary)
+        options[self.takes_cache] = placed_cache_of(buffer, targets, stop, layers=layers, in_tiles=in_tiles)
+        options |= {"input_ids": torch.tensor([list(ids)], device=device), "position_ids": targets[None]}
         with suppress(LayersDone):
-            output = (self.network if logits else self.network.base_model)(
-                input_ids=torch.tensor([list(ids)], device=device),
-                position_ids=targets[None],
-                attention_mask=mask,
-                use_cache=True,
-                **{self.takes_cache: placed_cache_of(buffer, targets, stop, layers=layers, in_tiles=in_tiles)},
-                **options,
-                **(self.keep(logits) if logits else {}),
-            )
-            if logits:
-                last_logits = output.logits[0, -logits:].clone()
-        return last_logits
+            return self._logits(logits, attention_mask=mask, **options)
+        return torch.empty(0, self.vocabulary)
 
     @torch.inference_mode()
     def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
@@ -216,9 +205,7 @@ class CausalModel(Network):
         header, trailer = (part.to(tokens.device, tokens.dtype) for part in (header, trailer))
         inputs = torch.cat([tokens[: len(before)], header, tokens[len(before) :], trailer])
         buffer = KVBuffer(self.shape, len(inputs))
-        cache = cache_of(buffer, in_tiles=self.attends)
-        options = self._attention(range(len(inputs)), buffer)
-        base(inputs_embeds=inputs[None], use_cache=True, **{self.takes_cache: cache}, **options)
+        self._run(buffer, len(inputs), inputs_embeds=inputs[None])
         return buffer.read(len(before), buffer.length)
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from kp_core.engines.hf.identity import checkpoint_folder, load_part
 from kp_core.engines.hf.kinds import kind_of
@@ -26,7 +26,7 @@ def rope_of(model: str | Path) -> Rope:
     The narrow model has the same layers and head width, but two attention heads and narrow MLPs. Raises `ModelError` if
     there is no such model, `UnsupportedRequestError` if its keys cannot be moved, or this cannot be determined.
     """
-    config = load_part(AutoConfig, model)
+    config = load_part("AutoConfig", model)
     if why := kind_of(config).lacks.get("compose"):
         raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {why}.")
     try:
@@ -62,7 +62,7 @@ def token_embeddings(model: str | Path) -> Callable[[Sequence[int]], Tensor]:
 
     try:
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(load_part(AutoConfig, model), trust_remote_code=False)
+            empty = AutoModelForCausalLM.from_config(load_part("AutoConfig", model), trust_remote_code=False)
         table = empty.get_input_embeddings()
         name = next(name for name, parameter in empty.named_parameters() if parameter is table.weight)
         folder = checkpoint_folder(model)

@@ -489,6 +489,6 @@ def memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def default_cache_bytes(device: torch.device, memory: int, free: int) -> int:
-    """Default budget of all KV in bytes: three quarters of what is `free` on a GPU, else a quarter of the `memory`."""
-    return max(0, free * 3 // 4) if device.type == "cuda" else memory // 4
+def default_cache_bytes(device: torch.device) -> int:
+    """Default budget of all KV in bytes: three quarters of what is free on a GPU, else a quarter of the memory."""
+    return torch.cuda.mem_get_info(device)[0] * 3 // 4 if device.type == "cuda" else memory_bytes(device) // 4

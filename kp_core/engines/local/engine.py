@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kp_core.engines.local.buffer import KVBuffer
+from kp_core.engines.local.buffer import KVBuffer, default_cache_bytes, memory_bytes
 from kp_core.engines.local.grammar import Grammars
 from kp_core.engines.local.model import Model
 from kp_core.engines.local.run import Run, match
@@ -50,13 +50,18 @@ class LocalEngine:
         *,
         identity: Callable[[], ModelFingerprint],
         check: Callable[[], None],
-        cache_bytes: int,
         pass_tokens: int,
-        host_cache_bytes: int = 0,
+        cache_bytes: int | None = None,
+        host_cache_bytes: int | None = None,
         renew: Callable[[], Model] | None = None,
     ) -> None:
         self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
-        self._pass_tokens, self._cache_bytes, self._host_cache_bytes = pass_tokens, cache_bytes, host_cache_bytes
+        self._pass_tokens, device = pass_tokens, model.shape.device
+        self._cache_bytes = default_cache_bytes(device) if cache_bytes is None else cache_bytes
+        if host_cache_bytes is None:
+            # Pinned memory comes in powers of two, so this is up to a quarter of the memory.
+            host_cache_bytes = memory_bytes(torch.device("cpu")) // 8 if device.type == "cuda" else 0
+        self._host_cache_bytes = 0 if model.shape.devices else host_cache_bytes
         self._run_model(model)
         make_anew(self)
 
@@ -73,8 +78,8 @@ class LocalEngine:
         self.max_positions = model.max_positions
         self.bytes_per_token, self.state_bytes = model.shape.bytes_per_token, model.shape.state_bytes
         """Bytes of KV per token, and of the states of recurrent layers at each end of a pack or a message."""
-        host_bytes = 0 if model.shape.devices else self._host_cache_bytes
-        self.tree = PrefixTree(self._cache_bytes, has_states=bool(model.shape.states), host_bytes=host_bytes)
+        has_states = bool(model.shape.states)
+        self.tree = PrefixTree(self._cache_bytes, has_states=has_states, host_bytes=self._host_cache_bytes)
         """The KV that prompts with the same beginning share."""
         self.pool = model.pool(self.tree, self._cache_bytes)
         """The buffers of requests."""

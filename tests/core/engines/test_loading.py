@@ -22,7 +22,7 @@ from kp_core.engines.hf.identity import identity_of, load_tokenizer
 from kp_core.engines.hf.kinds import cache_parameter
 from kp_core.engines.hf.loading import bundled_model, load, load_session, watched
 from kp_core.engines.hf.probe import probed
-from kp_core.engines.local.buffer import KVBuffer, default_cache_bytes
+from kp_core.engines.local.buffer import KVBuffer, default_cache_bytes, memory_bytes
 from kp_core.errors import ModelError, PackError
 from kp_core.packs.fingerprint import NUMERICS
 from kp_core.prompt.template import ChatTemplate
@@ -248,10 +248,10 @@ def offline(monkeypatch, tmp_path):
     return tmp_path / "hub" / "models--veyl--bell"
 
 
-def test_a_gpu_gives_kv_what_the_weights_leave_and_a_cpu_a_quarter():
-    assert default_cache_bytes(torch.device("cuda"), 80_000, 64_000) == 48_000
-    assert default_cache_bytes(torch.device("cuda"), 80_000, -1) == 0
-    assert default_cache_bytes(torch.device("cpu"), 80_000, 64_000) == 20_000
+def test_a_gpu_gives_kv_what_the_weights_leave_and_a_cpu_a_quarter(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (64_000, 80_000))
+    assert default_cache_bytes(torch.device("cuda")) == 48_000
+    assert default_cache_bytes(torch.device("cpu")) == memory_bytes(torch.device("cpu")) // 4
 
 
 @pytest.fixture

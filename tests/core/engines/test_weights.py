@@ -54,13 +54,11 @@ def same_from_pack_as_from_text(engine, folder):
 # What goes to `from_pretrained`
 
 
-def test_a_dtype_by_either_name_or_as_it_is_stored(tmp_path):
+def test_a_dtype_by_name_or_as_it_is_stored(tmp_path):
     save(tmp_path, tiny_model("llama", torch.bfloat16))
-    for said in ({"dtype": "auto"}, {"torch_dtype": "auto"}, {"torch_dtype": torch.bfloat16}, {"dtype": "bfloat16"}):
-        assert engine_of(tmp_path, **said).fingerprint.dtype == "bfloat16"
-    assert engine_of(tmp_path, dtype="float32", torch_dtype="torch.float32").fingerprint.dtype == "float32"
-    with pytest.raises(ModelError, match="two names of one thing"):
-        engine_of(tmp_path, dtype="float32", torch_dtype="auto")
+    for said in ("auto", torch.bfloat16, "bfloat16"):
+        assert engine_of(tmp_path, dtype=said).fingerprint.dtype == "bfloat16"
+    assert engine_of(tmp_path, dtype="torch.float32").fingerprint.dtype == "float32"
     with pytest.raises(ModelError, match="expected float32, bfloat16, float16 or auto"):
         engine_of(tmp_path, dtype="int8")
 
@@ -72,6 +70,7 @@ def test_a_dtype_by_either_name_or_as_it_is_stored(tmp_path):
         ("atn_implementation", "attn_implementation"),
         ("quantisation_config", "quantization_config"),
         ("dytpe", "dtype"),
+        ("torch_dtype", "dtype"),
         ("trust_remote_cod", "trust_remote_code"),
     ],
 )
@@ -122,7 +121,7 @@ def test_places_that_hold_no_weights_are_refused(tmp_path):
 
 
 def test_what_belongs_to_loading_is_refused_for_a_model_object():
-    for name in set(LOADING) - {"torch_dtype"}:
+    for name in LOADING:
         with pytest.raises(ModelError, match=f"Got {name} with a model object"):
             engine_of(tiny_model("llama"), tokenizer=tiny_tokenizer(), device=None, **{name: "cpu"})
     assert engine_of(tiny_model("llama"), tokenizer=tiny_tokenizer(), dtype="auto").fingerprint.dtype == "float32"
