@@ -29,7 +29,7 @@ def behind(model, prefix, own, run):
 def test_rows_are_what_each_is_alone(kind):
     """Within the window, as they cross it, and behind it; three share more than a window, in layers that see it all."""
     model, draw = family_of(kind).engine.engine.model, random.Random(0)
-    assert model.batches
+    assert "batch" not in model.lacks
     book = [draw.randrange(256) for _ in range(3 * WINDOW)]
     starts = [(book, 3, 7), (book, 90, 7), (book[:20], 2, 8), (book[: WINDOW - 5], 1, 9), (book, 17, 7)]
     starts = [(prefix, [draw.randrange(256) for _ in range(own)], run) for prefix, own, run in starts]
@@ -79,14 +79,14 @@ def test_answers_that_come_together_are_those_of_one_by_one(kind, tmp_path, monk
 def test_caps_are_left_to_the_model_and_decoded_one_by_one():
     model = family_of("gemma2").engine.engine.model
     assert not model.attends
-    assert not model.batches
+    assert "batch" in model.lacks
     assert "its attention is its own" in model.lacks["bitwise"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_probe_leaves_windows_as_they_were(kind):
     model, config = family_of(kind).engine.engine.model, config_of(kind)
-    assert model.batches
+    assert "batch" not in model.lacks
     assert model.config._attn_implementation == attention.NAME
     assert set(model.kind.windows) - {0} == {WINDOW}
     for name in ("sliding_window", "attention_chunk_size"):

@@ -59,8 +59,6 @@ class CausalModel(Network):
         self.forks = self.device.type == "cpu" and not self.shape.devices
         self.attends = False
         """Whether its attention is tiled (`hf.attention`)."""
-        self.batches = False
-        """Whether several answers share a pass."""
         self.packed: Sequence[PackedLinear] = ()
         """Products with packed weights."""
         self.replays: Replays | None = None

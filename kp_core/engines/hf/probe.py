@@ -83,13 +83,7 @@ def probed(
     result = _result_of(model) if kept and model.device.type == "cpu" and not model.kind.is_recurrent else None
     if result is None or not _taken(model, result):
         _test(model, keep_attention=keep_attention, result=result)
-    lacks = dict(model.lacks)
-    if "compose" in lacks:
-        lacks["attention"] = lacks["compose"]
-    elif not model.attends:
-        lacks["attention"] = "its attention is its own, and does not report its weights"
-    model.lacks = lacks
-    if graphs and model.device.type == "cuda" and model.batches:
+    if graphs and model.device.type == "cuda" and "batch" not in model.lacks:
         use_replay(model, capturing(model.device))
     release_openmp_threads()  # Other threads may run the requests.
     return model
@@ -106,19 +100,22 @@ def _test(model: CausalModel, *, keep_attention: bool, result: Path | None) -> N
         if model.kind.is_recurrent:
             _check_states(model)
         bar.update()
-        is_tiled_here = model.attends and not model.shape.devices
-        model.batches = is_tiled_here and "batch" not in model.kind.lacks and _batches_agree(model)
-        bar.update()
         lacks = dict(model.lacks)
-        if "batch" not in lacks and not model.batches:
+        is_tiled_here = model.attends and not model.shape.devices
+        if "batch" not in lacks and not (is_tiled_here and _batches_agree(model)):
             lacks["batch"] = "its attention is its own, and is not told which tokens belong to which answer"
+        if "compose" in lacks:
+            lacks["attention"] = lacks["compose"]
+        elif not model.attends:
+            lacks["attention"] = "its attention is its own, and does not report its weights"
+        model.lacks = lacks
+        bar.update()
         if why := why_not_bitwise(model, model.packed):
             lacks["bitwise"] = why
-        model.lacks = lacks
         bar.update()
     if result is not None and time.process_time() - started > _KEPT_S:
         rows = [product.rows for product in model.packed]
-        found = {"attends": model.attends, "batches": model.batches, "lacks": lacks, "rows": rows}
+        found = {"attends": model.attends, "lacks": lacks, "rows": rows}
         with suppress(OSError):
             replace_file(result, [json.dumps(found).encode()])
 
@@ -127,14 +124,14 @@ def _taken(model: CausalModel, result: Path) -> bool:
     """Whether `model` computes as the file `result` says; if not, it is as it was."""
     try:
         found = json.loads(result.read_bytes())
-        rows, attends, batches, lacks = (found[name] for name in ("rows", "attends", "batches", "lacks"))
+        rows, attends, lacks = (found[name] for name in ("rows", "attends", "lacks"))
     except (OSError, ValueError, TypeError, LookupError):
         return False
     if len(rows) != len(model.packed):
         return False
     if attends:
         model.network.set_attn_implementation(attention.NAME)
-    model.attends, model.batches, model.lacks = attends, batches, lacks
+    model.attends, model.lacks = attends, lacks
     for product, least in zip(model.packed, rows, strict=True):
         product.rows = least
     return True
@@ -149,16 +146,8 @@ def _result_of(model: CausalModel) -> Path:
     processors = Path("/proc/cpuinfo")  # Where there is one: a cache folder may be that of several machines.
     text = processors.read_text("utf-8") if processors.exists() else platform.processor()
     units = {line for line in text.splitlines() if line.startswith(("model name", "flags", "Features"))} or {text}
-    for part in (
-        config,
-        tensors,
-        modules,
-        model.numerics,
-        torch.get_num_threads(),
-        transformers.__version__,
-        sorted(units),
-    ):
-        hasher.update(repr(part).encode())
+    machine = model.numerics, torch.get_num_threads(), transformers.__version__, sorted(units)
+    hasher.update(repr((config, tensors, modules, machine)).encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):
         hasher.update(file.read_bytes())
     return cache_directory() / "tested" / f"{hasher.hexdigest()}.json"
@@ -224,9 +213,18 @@ def use_replay(model: CausalModel, record: Record) -> None:
     """
     tokens = _probe_ids(model)[-PROBE // 2 :]
     questions = [tokens[:count] for count in range(1, len(tokens))]
+
+    def passes(by: Record | None) -> list[Tensor]:
+        """Logits of `tokens` behind each of two buffers, then of `questions` behind the first; none if not recorded."""
+        buffers = _probe_rows(model)
+        steps, asked = ReplayedRows(model, buffers, by), ReplayedRows(model, buffers[:1], by, len(tokens))
+        found = [steps.step(buffers, [[token] for _ in buffers]) for token in tokens]
+        found += [asked.step(buffers[:1], [question]) for question in questions]
+        return found if by is None or (steps.replay and asked.replay) else []
+
     with _narrowed(model):
         try:
-            replayed, computed = (_probe_passes(model, tokens, questions, by) for by in (record, None))
+            replayed, computed = passes(record), passes(None)
         except (ValueError, TypeError, RuntimeError, AttributeError) as error:
             logger.warning("Passes are not recorded: %s", error)
             return
@@ -240,21 +238,6 @@ def use_replay(model: CausalModel, record: Record) -> None:
         model.replays = Replays(model, record)
     else:
         logger.warning("Passes are not recorded: replayed, they give other logits.")
-
-
-def _probe_passes(
-    model: CausalModel, tokens: Sequence[int], questions: Sequence[Sequence[int]], record: Record | None
-) -> list[Tensor]:
-    """Logits of `tokens` behind each of two buffers, then of `questions` behind the first.
-
-    With `record`, passes are recorded on the way. Then the result is empty if any was not.
-    """
-    buffers = _probe_rows(model)
-    steps = ReplayedRows(model, buffers, record)
-    asked = ReplayedRows(model, buffers[:1], record, len(tokens))
-    found = [steps.step(buffers, [[token] for _ in buffers]) for token in tokens]
-    found += [asked.step(buffers[:1], [question]) for question in questions]
-    return found if record is None or (steps.replay and asked.replay) else []
 
 
 def _probe_rows(model: CausalModel) -> list[KVBuffer]:
@@ -385,25 +368,19 @@ def _attention_agrees(model: CausalModel) -> bool:
                 part = attend(query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop], range(start, stop))
                 if not torch.equal(part, expected[:, :, start:stop]):
                     return False
-        # Values are padded to the width of keys, as `attend` does.
-        value = nn.functional.pad(value[:, :, :TILE], (0, max(dim - value_dim, 0)))
-        if not _short_tiles_agree(query[:, :, :1], key[:, :, :TILE], value):
-            return False
-    return True
-
-
-def _short_tiles_agree(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the first keys of a tile give the same bits as the whole tile with the other keys masked."""
-    grouped, _ = grouped_rows(query, key.shape[1])
-    for visible in range(1, TILE, _STRIDE):
-        mask = grouped.new_zeros(1, 1, grouped.shape[2], TILE)
-        mask[..., visible:] = -torch.inf
-        short, whole = (
-            tile_of_each(grouped, key[:, :, :keys], value[:, :, :keys], mask[..., :keys], None)
-            for keys in (keys_to_read(visible), TILE)
-        )
-        if not all(map(torch.equal, short, whole)):
-            return False
+        # The first keys of a tile must give the same bits as the whole tile with the other keys masked. Values are
+        # padded to the width of keys, as `attend` does.
+        value = nn.functional.pad(value, (0, max(dim - value_dim, 0)))
+        grouped, _ = grouped_rows(query[:, :, :1], kv_heads)
+        for visible in range(1, TILE, _STRIDE):
+            mask = grouped.new_zeros(1, 1, grouped.shape[2], TILE)
+            mask[..., visible:] = -torch.inf
+            short, whole = (
+                tile_of_each(grouped, key[:, :, :keys], value[:, :, :keys], mask[..., :keys], None)
+                for keys in (keys_to_read(visible), TILE)
+            )
+            if not all(map(torch.equal, short, whole)):
+                return False
     return True
 
 
@@ -412,33 +389,30 @@ def _passes_agree(model: CausalModel) -> bool:
     """Whether passes over a few tokens agree: in one pass, in parts, and over two sequences at a time."""
     vocabulary = model.network.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
-    logits, kv = _computed(model, ids, ())
+
+    def computed(*cuts: int) -> tuple[Tensor, KVTensors]:
+        """Logits and KV of all tokens, computed in passes between the `cuts`."""
+        buffer = KVBuffer(model.shape, _TOKENS)
+        parts = [model.forward(ids[start:stop], buffer, stop - start) for start, stop in pairwise((0, *cuts, _TOKENS))]
+        return torch.cat(parts), buffer.read(0, _TOKENS)
+
+    logits, kv = computed()
     for cuts in _CUTS:
-        logits_in_parts, kv_in_parts = _computed(model, ids, cuts)
+        logits_in_parts, kv_in_parts = computed(*cuts)
         if not (torch.equal(logits_in_parts, logits) and kv_in_parts.equal(kv)):
             return False
-    return not model.batches or all(_together(model, ids, logits, kv))
-
-
-def _computed(model: CausalModel, ids: Sequence[int], cuts: Sequence[int]) -> tuple[Tensor, KVTensors]:
-    """Logits and KV of all tokens, computed in passes between the `cuts`."""
-    buffer = KVBuffer(model.shape, _TOKENS)
-    parts = [model.forward(ids[start:stop], buffer, stop - start) for start, stop in pairwise((0, *cuts, _TOKENS))]
-    return torch.cat(parts), buffer.read(0, _TOKENS)
-
-
-def _together(model: CausalModel, tokens: list[int], logits: Tensor, kv: KVTensors) -> Iterator[bool]:
-    """Whether two sequences with a common prefix get the expected bits, with several new tokens each and with one."""
-    for counts in ((12, 9), (1, 1)):
+    for counts in ((12, 9), (1, 1)) if "batch" not in model.lacks else ():  # Several new tokens each, and one.
         buffers = [KVBuffer(model.shape, _TOKENS) for _ in counts]
         for buffer in buffers:
             buffer.append(kv.slice(0, 10))
-        parts = [tokens[10 : 10 + count] for count in counts]
+        parts = [ids[10 : 10 + count] for count in counts]
         is_step = max(counts) == 1
-        step_logits = model.rows(buffers)([part[0] for part in parts]) if is_step else model.ragged(buffers, parts)
-        for row, (buffer, count) in enumerate(zip(buffers, counts, strict=True)):
-            yield torch.equal(step_logits[row], logits[9 + count])
-            yield buffer.read(0, 10 + count).equal(kv.slice(0, 10 + count))
+        found = model.rows(buffers)([part[0] for part in parts]) if is_step else model.ragged(buffers, parts)
+        for row, buffer, count in zip(found, buffers, counts, strict=True):
+            expected = kv.slice(0, 10 + count)
+            if not (torch.equal(row, logits[9 + count]) and buffer.read(0, 10 + count).equal(expected)):
+                return False
+    return True
 
 
 @torch.inference_mode()
@@ -462,13 +436,11 @@ def pad_rows(layers: Sequence[nn.Linear], packed: Sequence[PackedLinear]) -> boo
             return False
     packed_ids = {id(layer) for product in packed for layer in product.layers}
     unpacked = {(layer.in_features, layer.out_features): layer for layer in layers if id(layer) not in packed_ids}
-    return all(rows_agree(_product_of(layer), layer.in_features, layer.weight.dtype) for layer in unpacked.values())
-
-
-def _product_of(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """The matrix product of a layer alone; subclasses of `nn.Linear` may do more."""
-    is_plain = type(layer).forward is nn.Linear.forward
-    return layer if is_plain else partial(nn.functional.linear, weight=layer.weight, bias=layer.bias)
+    return all(
+        # The product alone: subclasses of `nn.Linear` may do more.
+        rows_agree(partial(nn.functional.linear, weight=layer.weight, bias=layer.bias), width, layer.weight.dtype)
+        for (width, _), layer in unpacked.items()
+    )
 
 
 @torch.inference_mode()

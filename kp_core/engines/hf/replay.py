@@ -102,7 +102,7 @@ class ReplayedRows:
         self._ids, self._positions = self._inputs
         self._biases: dict[Sees, list[Tensor]] = {}
         """The mask of the new tokens of each row over all its buffer has room for, `(width, capacity)`."""
-        self._cache = cache_of_rows(buffers, places=self._positions)
+        self._cache = cache_of_rows(buffers)
         self._passes = 0
         # A step of decoding never finds KV on its way.
         self._gates = _gates(self._inputs.device, len(self._sees)) if width > 1 and len(buffers) == 1 else []
@@ -176,11 +176,13 @@ class ReplayedRows:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _attend(
-        self, layer: int, query: Tensor, _key: Tensor, _value: Tensor, scale: float | None, sinks: Tensor | None
+    def _attend(  # noqa: PLR0913
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, sinks: Tensor | None
     ) -> Tensor:
-        """Attention of `query`, `(rows, heads, width, head_dim)`, of each row over its own buffer."""
+        """Attention of `query`, `(rows, heads, width, head_dim)`, of each row over its own buffer; writes its KV."""
         biases = self._biases[self._sees[layer]]
+        for row, layers in enumerate(self._layers):
+            layers[layer].put(key[row : row + 1], value[row : row + 1], self._positions[row])
         if self._gates:
             self._gates[layer].wait()
         outputs = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import accumulate, chain
 
@@ -50,72 +50,52 @@ class Rows:
         """Rows whose new KV is written after the pass, all layers at once. Attention reads it from the groups' copies.
         """
         self._new: list[tuple[Tensor, Tensor]] = []
-        self._cache = cache_of_rows(buffers, rows=[row for row in range(len(buffers)) if row not in self._deferred])
+        self._cache = cache_of_rows(buffers)
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Run one token behind each buffer and write its KV there; returns the logits, `(rows, vocabulary)`."""
-        device = self._buffers[0].layers[0].keys.device
-        for buffer in self._buffers:
-            buffer.blank(buffer.length + 1)
         for group in self._groups:
             group.begin()
         self._new.clear()
-        with ExitStack() as stack:
-            for buffer in self._buffers:
-                stack.enter_context(buffer.passing())
-            output = self._model.network(
-                input_ids=torch.tensor(tokens, device=device)[:, None],
-                position_ids=torch.tensor([[buffer.length] for buffer in self._buffers], device=device),
-                use_cache=True,
-                kp_attend=self.attend,
-                **{self._model.takes_cache: self._cache},
-                **self._model.keep(1),
-            )
+        logits = _run(self._model, self._buffers, [(token,) for token in tokens], self._attend, self._cache)
         if self._deferred:
-            keys, values = (torch.stack(side)[:, :, :, 0] for side in zip(*self._new, strict=True))
+            keys, values = (torch.stack(side) for side in zip(*self._new, strict=True))
             for row in self._deferred:
                 self._buffers[row].append_token(keys[:, row], values[:, row])
-        last_logits: Tensor = output.logits[:, -1]
-        return last_logits.clone()
+        return logits
 
-    def attend(  # noqa: PLR0913
+    def _attend(  # noqa: PLR0913
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, sinks: Tensor | None
     ) -> Tensor:
-        """Attention of `query`, `(rows, heads, 1, head_dim)`. Buffers of rows not deferred hold the keys and values."""
+        """Attention of `query`, `(1, heads, rows, head_dim)`. Writes the KV of rows that are not deferred."""
+        query, key, value = (side[0].transpose(0, 1) for side in (query, key, value))
         if self._deferred:
             self._new.append((key, value))
         if len(self._deferred) == len(self._buffers) and len(self._groups) == 1:
-            return self._groups[0].attend(layer, query, key, value, scale, sinks)
-        output = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device=query.device)
-        alone = range(len(self._buffers)) if self._sees[layer].window else self._alone
-        for row in alone:
-            kv = self._buffers[row].layers[layer]
-            at = range(kv.length - 1, kv.length)
-            output[row] = attend(query[row : row + 1], kv.keys, kv.values, at, scale, self._sees[layer], sinks)[0]
-        if not self._sees[layer].window:
-            for group in self._groups:
+            output = self._groups[0].attend(layer, query, key, value, scale, sinks)
+        else:
+            output = torch.empty(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)
+            for row, buffer in enumerate(self._buffers):
+                kv = buffer.layers[layer]
+                if row not in self._deferred:
+                    kv.write(key[row, None, :, None], value[row, None, :, None])
+                if row in self._alone or self._sees[layer].window:
+                    at, own = range(kv.length - 1, kv.length), query[row, None, :, None]
+                    output[row] = attend(own, kv.keys, kv.values, at, scale, self._sees[layer], sinks)[0, :, 0]
+            for group in () if self._sees[layer].window else self._groups:
                 rows = group.index
                 output[rows] = group.attend(layer, query[rows], key[rows], value[rows], scale, sinks)
-        return output
+        return output.transpose(0, 1)[None]
 
 
 @torch.inference_mode()
 def run_ragged(model: Network, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
-    """See `Model.ragged`. The rows are one sequence, in which each attends over its own buffer.
-
-    What all rows of one buffer see is read once.
-    """
-    counts, device, sees = [len(row_tokens) for row_tokens in tokens], buffers[0].layers[0].keys.device, model.sees
+    """See `Model.ragged`. What all rows of one buffer see is read once."""
+    counts, device, sees = [len(row_tokens) for row_tokens in tokens], buffers[0].shape.device, model.sees
     is_one = device.type == "cpu" and all(buffer is buffers[0] for buffer in buffers)
     shared = range(buffers[0].length // TILE if is_one else 0)
-    ends = list(accumulate(counts))
-    last_indices = torch.tensor(ends, device=device) - 1
-    positions = [
-        range(row_buffer.length, row_buffer.length + count) for row_buffer, count in zip(buffers, counts, strict=True)
-    ]
-    for buffer, at in zip(buffers, positions, strict=True):
-        buffer.blank(at.stop)
+    positions = [range(buffer.length, buffer.length + count) for buffer, count in zip(buffers, counts, strict=True)]
 
     def attend_each(  # noqa: PLR0913
         layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, sinks: Tensor | None
@@ -124,7 +104,9 @@ def run_ragged(model: Network, buffers: Sequence[KVBuffer], tokens: Sequence[Seq
         if shared and not sees[layer].window and kv.keys.shape == kv.values.shape:
             begun = of_tiles(query, tiles_of(kv.keys, shared), tiles_of(kv.values, shared), scale)
         rows = zip(*(side.split_with_sizes(counts, 2) for side in (query, key, value)), strict=True)
-        for buffer, at, stop, (own_query, own_key, own_value) in zip(buffers, positions, ends, rows, strict=True):
+        for buffer, at, stop, (own_query, own_key, own_value) in zip(
+            buffers, positions, accumulate(counts), rows, strict=True
+        ):
             kv = buffer.layers[layer]
             kv.length = at.start  # Another row of this buffer may have been written here.
             kv.write(own_key, own_value)
@@ -132,15 +114,35 @@ def run_ragged(model: Network, buffers: Sequence[KVBuffer], tokens: Sequence[Seq
             outputs.append(attend(own_query, kv.keys, kv.values, at, scale, sees[layer], sinks, own))
         return torch.cat(outputs, dim=2)
 
+    return _run(model, buffers, tokens, attend_each, cache_of_rows(buffers))
+
+
+def _run(
+    model: Network,
+    buffers: Sequence[KVBuffer],
+    tokens: Sequence[Sequence[int]],
+    attend_each: Callable[..., Tensor],
+    cache: Cache,
+) -> Tensor:
+    """Run `tokens` behind each buffer in one pass; returns the logits at the last of each, `(rows, vocabulary)`.
+
+    They are one sequence for the model. `attend_each` writes their KV, and computes the attention of each row.
+    """
+    device, positions = buffers[0].layers[0].keys.device, list[int]()
+    for buffer, row_tokens in zip(buffers, tokens, strict=True):
+        stop = buffer.length + len(row_tokens)
+        positions += range(buffer.length, stop)
+        buffer.blank(stop)
+    last_indices = torch.tensor([*accumulate(map(len, tokens))], device=device) - 1
     with ExitStack() as stack:
         for buffer in buffers:
             stack.enter_context(buffer.passing())
         output = model.network(
-            input_ids=torch.tensor(list(chain(*tokens)), device=device)[None],
-            position_ids=torch.tensor(list(chain(*positions)), device=device)[None],
+            input_ids=torch.tensor([[*chain(*tokens)]], device=device),
+            position_ids=torch.tensor([positions], device=device),
             use_cache=True,
             kp_attend=attend_each,
-            **{model.takes_cache: cache_of_rows(buffers, rows=())},
+            **{model.takes_cache: cache},
             **model.keep(last_indices),
         )
     logits: Tensor = output.logits[0]
@@ -238,12 +240,12 @@ class _Group:
         scale: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of these rows; `query` and the result are `(rows, heads, 1, head_dim)`."""
+        """Attention of these rows; `query` and the result are `(rows, heads, head_dim)`."""
         own_keys, own_values = (own[self._layer_index[layer]] for own in self._own)
-        own_keys[self._place], own_values[self._place] = key[:, :, 0], value[:, :, 0]
+        own_keys[self._place], own_values[self._place] = key, value
         rows, kv_heads = len(query), key.shape[1]
         share = query.shape[1] // kv_heads
-        grouped, _ = grouped_rows(query, kv_heads)
+        grouped, _ = grouped_rows(query[:, :, None], kv_heads)
         read = self._read.get(layer) or self._views(layer)
         parts = [
             tile_of_each(
@@ -258,10 +260,10 @@ class _Group:
         outputs = self._by_tile([output[:, :, :share] for output, _ in parts], 0)
         weights = self._by_tile([weight[:, :, :share] for _, weight in parts], -torch.inf)
         if self._tiles:
-            shared, weight = of_tiles(query.transpose(0, 2), *read[-1], scale)
+            shared, weight = of_tiles(query.transpose(0, 1)[None], *read[-1], scale)
             outputs, weights = [shared.movedim(3, 1), *outputs], [weight.movedim(3, 1), *weights]
         row_sinks = None if sinks is None else sinks.reshape(1, kv_heads, share).expand(rows, -1, -1)
-        return joined(outputs, weights, query.dtype, row_sinks).reshape(rows, -1, 1, value.shape[3])
+        return joined(outputs, weights, query.dtype, row_sinks).reshape(rows, -1, value.shape[2])
 
     def _views(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Make the views of a layer for `_read`, which serve until other keys are read."""
@@ -311,38 +313,24 @@ def _calls(visible: Sequence[int]) -> list[tuple[slice, int]]:
     return [(pairs, keys) for pairs, keys in calls if pairs.start < pairs.stop]
 
 
-def cache_of_rows(
-    buffers: Sequence[KVBuffer], rows: Sequence[int] | None = None, places: Tensor | None = None
-) -> Cache:
-    """The buffers as one cache.
-
-    A pass writes the new token of each of `rows`, by default of all, behind the others or to `places`.
-    """
-    rows = range(len(buffers)) if rows is None else rows
-    layers = zip(*(buffer.layers for buffer in buffers), strict=True)
-    return Cache(layers=[RowsLayer(list(of_rows), rows, places) for of_rows in layers])
+def cache_of_rows(buffers: Sequence[KVBuffer]) -> Cache:
+    """The buffers as one cache, to which attention writes itself."""
+    return Cache(
+        layers=[RowsLayer(list(layers)) for layers in zip(*(buffer.layers for buffer in buffers), strict=True)]
+    )
 
 
 class RowsLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """One layer of several buffers: writes a new token of each, and returns what a pass computes.
+    """One layer of several buffers, which hands what a pass computes to attention."""
 
-    `rows` are written: behind the filled tokens, or at `places`, `(rows, 1)`.
-    """
-
-    def __init__(self, layers: list[BufferLayer], rows: Sequence[int], places: Tensor | None = None) -> None:
+    def __init__(self, layers: list[BufferLayer]) -> None:
         super().__init__()
-        self._layers, self._rows, self._places = layers, rows, places
+        self._layers = layers
         self.keys, self.values = layers[0].memory
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write row by row; attention reads earlier tokens from the buffers."""
-        for row in self._rows:
-            keys, values = key_states[row : row + 1], value_states[row : row + 1]
-            if self._places is None:
-                self._layers[row].write(keys, values)
-            else:
-                self._layers[row].put(keys, values, self._places[row])
+        """Return the new keys and values alone."""
         return key_states, value_states
 
     def get_seq_length(self) -> int:

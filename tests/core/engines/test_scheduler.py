@@ -50,7 +50,7 @@ LENGTHS = (2 * TILE + 9, TILE + 200, 40)
 def test_rows_are_what_each_is_alone(architecture, shared):
     """Also where rows cross the edge of a tile at different steps."""
     engine = tiny_engine(architecture, chunk_tokens=1024).engine
-    if not engine.model.batches:
+    if "batch" in engine.lacks:
         pytest.skip("one by one: its attention is the library's own")
     draw = random.Random(shared)
     prefix = [draw.randrange(256) for _ in range(shared)]
@@ -87,7 +87,7 @@ def same(engine, one, other):
 @architectures
 def test_questions_of_any_length_in_one_pass_are_what_each_is_alone(architecture):
     engine = tiny_engine(architecture, chunk_tokens=1024).engine
-    if not engine.model.batches:
+    if "batch" in engine.lacks:
         pytest.skip("one by one: its attention is the library's own")
     draw = random.Random(5)
     prefix = [draw.randrange(256) for _ in range(40)]  # More than a window of any tiny model.
@@ -106,11 +106,11 @@ def test_questions_of_any_length_in_one_pass_are_what_each_is_alone(architecture
 def test_the_engine_says_which_models_decode_together():
     for name in ARCHITECTURES:
         engine = tiny_engine(name).engine
-        assert ("batch" in engine.supports) == engine.model.batches == ("batch" not in engine.lacks), name
+        assert ("batch" in engine.supports) == ("batch" not in engine.lacks), name
 
 
 def test_all_plain_architectures_decode_together():
-    assert {name for name in ARCHITECTURES if tiny_engine(name).engine.model.batches} >= {
+    assert {name for name in ARCHITECTURES if "batch" in tiny_engine(name).supports} >= {
         "llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "qwen3_moe"
     }  # fmt: skip
 
@@ -400,7 +400,7 @@ def test_a_stream_of_short_questions_stops_no_answer(monkeypatch):
 def test_an_error_of_a_step_reaches_all_who_wait_and_no_others(monkeypatch):
     engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(), chunk_tokens=64)
     model = engine.engine.model
-    assert model.batches
+    assert "batch" not in model.lacks
     monkeypatch.setattr(type(model), "rows", lambda *_: (_ for _ in ()).throw(MemoryError("no room for rows")))
     failed = []
 
