@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,8 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocabulary: int, end_tokens: frozenset[int] | set[int]) -> None:  # noqa: ANN401
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, sorted(end_tokens)
+        self.end = min(end_tokens, default=0)
+        """The token with which a constraint ends an answer."""
         self._lock = threading.Lock()
         self._compiled = lru_cache(_KEPT)(self._compile)
 
@@ -83,11 +86,6 @@ class Grammars:
             )
         return LLMatcher(llm, grammar)
 
-    @property
-    def end(self) -> int:
-        """The token with which a constraint ends an answer."""
-        return self._ends[0]
-
     @cached_property
     def thought_end(self) -> list[int]:
         """The tokens that close a `<think>` block."""
@@ -108,8 +106,7 @@ class Grammars:
         return inside, outside
 
     @cached_property
-    def signs(self) -> dict[str, int]:
-        """The tokens of single characters."""
+    def _signs(self) -> dict[str, int]:
         texts = ((self.text([token]), token) for token in self.preferred[0].tolist())
         return {text: token for text, token in texts if len(text) == 1}
 
@@ -121,7 +118,7 @@ class Grammars:
 
     def tokens_of(self, signs: str) -> tuple[int, ...]:
         """The tokens of these single characters, as far as there are any."""
-        return tuple(self.signs[sign] for sign in signs if sign in self.signs)
+        return tuple(self._signs[sign] for sign in signs if sign in self._signs)
 
 
 class Constraint:
@@ -215,27 +212,24 @@ class Constraint:
         began = time.thread_time()
         self._until = began + min(_SECONDS, self._seconds)
         try:
-            return self._shortened(matcher, scan, said, far, room)
+            best = self._straight(matcher, scan, said, far, None)
+            # With a known ending, or none found so far, it will be searched for again after the next token.
+            if self._way is None or (len(best) <= room if best is not None else self._way):
+                return best
+            forks = list[list[int]]()  # Listing them takes as long as the search itself.
+            self._straight(matcher, scan, said, far, forks)
+            for begun in forks:
+                lookahead, text = matcher.deep_copy(), self._grammars.text(begun)
+                if lookahead.try_consume_tokens(begun) == len(begun):
+                    behind = JsonScan() if _is_thinking(said) else scan.feed(text)
+                    rest = self._straight(lookahead, behind, _and_said(said, text), room - len(begun), None)
+                    if rest is not None and len(begun) + len(rest) <= room:
+                        return begun + rest
+            return best
         finally:
             self._seconds -= time.thread_time() - began
 
-    def _shortened(self, matcher: LLMatcher, scan: JsonScan, said: str, far: int, room: int) -> list[int] | None:
-        best = self._straight(matcher, scan, said, far, None)
-        # With a known ending, or none found so far, it will be searched for again after the next token.
-        if self._way is None or (len(best) <= room if best is not None else self._way):
-            return best
-        forks = list[list[int]]()  # Listing them takes as long as the search itself.
-        self._straight(matcher, scan, said, far, forks)
-        for begun in forks:
-            lookahead, text = matcher.deep_copy(), self._grammars.text(begun)
-            if lookahead.try_consume_tokens(begun) == len(begun):
-                behind = JsonScan() if _is_thinking(said) else scan.feed(text)
-                rest = self._straight(lookahead, behind, _and_said(said, text), room - len(begun), None)
-                if rest is not None and len(begun) + len(rest) <= room:
-                    return begun + rest
-        return best
-
-    def _straight(  # noqa: C901, PLR0911 - one step after another
+    def _straight(  # noqa: C901 - one step after another
         self, matcher: LLMatcher, scan: JsonScan, said: str, far: int, forks: list[list[int]] | None
     ) -> list[int] | None:
         """As `_search`, without alternatives: at every step the allowed token that closes most.
@@ -246,7 +240,9 @@ class Constraint:
         while not lookahead.is_accepting():
             if len(ending) > far:
                 return ending
-            step = list(self._grammars.thought_end) if _is_thinking(said) else lookahead.compute_ff_tokens()
+            step: list[int] | None = (
+                list(self._grammars.thought_end) if _is_thinking(said) else lookahead.compute_ff_tokens()
+            )
             if lookahead.is_stopped():
                 return None
             if not step:
@@ -254,21 +250,17 @@ class Constraint:
                 digits = self._grammars.tokens_of(_DIGITS)
                 most = 1 if forks is None else 1 + len(digits) + _FORKS_HERE
                 chosen, *others = _first_allowed(mask, ranked, most) or [self._end]
-                is_number = not scan.inside and chosen in digits
-                is_string = scan.inside and not scan.escaped and not _closes(self._grammars.text([chosen]))
                 if forks is not None and len(forks) < _FORKS:
                     others = [token for token in others if token not in digits]
                     forks += [[*ending, other] for other in others[:_FORKS_HERE]]
-                found: list[int] | None = [chosen]
-                if is_number:
-                    found = self._number(lookahead)
-                elif is_string:
-                    found = self._string(lookahead, scan, far)
-                if found is None:
-                    return None
-                if len(found) > far:
-                    return found
-                step = found or [chosen]
+                step = [chosen]
+                if not scan.inside and chosen in digits:
+                    step = self._number(lookahead)
+                elif scan.inside and not scan.escaped and not _closes(self._grammars.text(step)):
+                    step = self._string(lookahead, scan, far)
+                if step is None or len(step) > far:
+                    return step
+                step = step or [chosen]
             accepted = lookahead.try_consume_tokens(step)
             if "ff_tokens" in lookahead.get_error():  # Too many items: what must follow has no end in sight.
                 return [self._end] * (far + 1)
@@ -364,8 +356,7 @@ class Constraint:
 
 def _bits(mask: bytes) -> Tensor:
     """Whether each token is allowed."""
-    packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
-    return ((packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).bool().flatten()
+    return torch.from_numpy(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).bool()
 
 
 def _first_allowed(mask: bytes, ranked: Tensor, most: int) -> list[int]:
