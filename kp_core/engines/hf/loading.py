@@ -167,12 +167,12 @@ def watched(model: PreTrainedModel) -> Callable[[], None]:
     samples = [(name, sample) for name, tensor in tensors.items() if (sample := _sample(tensor)) is not None]
     adapters = [(path, vars(modules[path]), tuple(state)) for path, state in adapter_state(model).items()]
 
-    def state() -> list[object]:
+    def state() -> list[tuple[str, object]]:
         return [
-            *([settings.get(name) for name in names] for _, settings, names in adapters),
-            *([*map(id, table.values())] for _, table, _ in tables),
-            *map(_version, tensors.values()),
-            *(bytes(sample) for _, sample in samples),
+            *((path, [settings.get(name) for name in names]) for path, settings, names in adapters),
+            *((path, [*map(id, table.values())]) for path, table, _ in tables),
+            *((name, _version(tensor)) for name, tensor in tensors.items()),
+            *((name, bytes(sample)) for name, sample in samples),
         ]
 
     before = copy.deepcopy(state())
@@ -181,8 +181,7 @@ def watched(model: PreTrainedModel) -> Callable[[], None]:
         now = state()
         if now == before:
             return
-        names = [path for path, *_ in (*adapters, *tables)] + [*tensors] + [name for name, _ in samples]
-        name = next(name for name, new, old in zip(names, now, before, strict=True) if new != old)
+        name = next(new[0] for new, old in zip(now, before, strict=True) if new != old)
         raise ModelError(
             f"The model was changed while an engine runs it, first at {name!r}: its weights, its modules or the state "
             "of its adapters. The engine's packs and cache belong to the model as it was. `session.refresh()` "

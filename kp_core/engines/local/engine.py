@@ -259,7 +259,9 @@ class LocalEngine:
         """
         # One prompt at a time, so that a second prompt with the same beginning finds the KV of the first.
         with self.scheduler.coming(), self.pool.turn(limit):
-            self._refuse_old(plan)
+            self._check()
+            if plan.model not in (None, self.identity):  # The plan may have been made long ago.
+                raise ModelError("The engine was refreshed after this request was planned. Ask again.")
             if plan.packs is not None:
                 self._forget_removed(plan.packs)
             tree = self.tree if plan.reuse else PrefixTree(0, has_states=bool(self.model.shape.states))
@@ -316,12 +318,6 @@ class LocalEngine:
         finally:
             self.scheduler.leave(decoding)
             run.close(tokens)
-
-    def _refuse_old(self, plan: Plan) -> None:
-        """Raise `ModelError` if the model changed since `plan` was made, which may have been long ago."""
-        self._check()
-        if plan.model not in (None, self.identity):
-            raise ModelError("The engine was refreshed after this request was planned. Ask again.")
 
     def _forget_removed(self, view: PackView) -> None:
         """Drop the KV of packs that were removed since the last request of their namespace was planned."""

@@ -117,6 +117,8 @@ class Path:
         self.held: list[tuple[Name, KVTensors]] = []
         """The KV of each node, as it was when the path reached it; another prompt may split the node later."""
         self.tokens = 0
+        self.owners: frozenset[str] = frozenset()
+        """Owners of the nodes."""
         root.users += 1
 
     def extend(  # noqa: PLR0913 - what a node is
@@ -150,15 +152,6 @@ class Path:
                 if self.is_open:
                     self._step(node)
             return self.is_open
-
-    @property
-    def owners(self) -> frozenset[str]:
-        """Owners of the nodes of the path."""
-        owners: frozenset[str] = frozenset()
-        with self._tree.lock:
-            for node in self.last.line:
-                owners |= node.owners
-        return owners
 
     def bring_back(self, read: Callable[[int, int], KVTensors], device: torch.device) -> None:
         """Move nodes in host memory back to `device`, as far as there is room.
@@ -202,6 +195,7 @@ class Path:
         self.last = node
         self.held.append(((node.serial, node.begin, node.kv.tokens), node.kv))
         self.tokens += node.kv.tokens
+        self.owners |= node.owners
 
 
 class PrefixTree:
@@ -231,10 +225,7 @@ class PrefixTree:
     def held_bytes(self) -> int:
         """Bytes on the device of nodes that are in use, and their ancestors."""
         with self.lock:
-            nodes: set[Node] = set()
-            for held in itertools.chain(self._age, self._cold):
-                if held.users:
-                    nodes.update(itertools.takewhile(lambda node: node not in nodes, held.line))
+            nodes = {node for held in (*self._age, *self._cold) if held.users for node in held.line}
             return sum(node.nbytes for node in nodes & self._age.keys())
 
     @property
