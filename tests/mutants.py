@@ -57,6 +57,12 @@ FAULTS = (
         f"{_ENGINES}/test_replay.py",
     ),
     Fault(
+        "kp_core/engines/hf/replay.py",
+        "layers[layer].put(key[row : row + 1], value[row : row + 1], self._positions[row])",
+        "pass",
+        f"{_ENGINES}/test_replay.py",
+    ),
+    Fault(
         "kp_core/engines/local/tree.py",
         "parts = to_host(parts[0]), to_host(parts[1])",
         "pass",

@@ -267,8 +267,8 @@ class PrefixTree:
         self, ids: tuple[int, ...], readable: frozenset[str], labels: Mapping[int, tuple[int, int]]
     ) -> list[tuple[Node, int]]:
         """The nodes that match the beginning of `ids`, each with the number of its tokens that match."""
-        best: _End | None = (0, self._root, 0, None)
-        ends, longest = [best], 0
+        ends: list[_End] = [(0, self._root, 0, None)]
+        best, longest = next(iter(ends), None), 0
         while ends:
             end = ends.pop()
             at, node, count, _ = end
