@@ -15,9 +15,8 @@ from kp_cli.options import JsonFlag, ModelOptions, Place, PlaceOptions, existing
 from kp_cli.output import tell
 from kp_cli.sources import read_facts
 from kp_cli.sources.texts import read_json_lines
-from kp_core.banks.store import FactStore
+from kp_core import FactStore, PackStore
 from kp_core.errors import FactError, OptionError
-from kp_core.packs.store import PackStore
 from kp_methods import PacketComposer
 from kp_methods.calibration import COMPOSERS, CalibrationQuestion, calibrate_composers, calibrations_of, enough_of
 from kp_methods.packet.composer import SHIPPED

@@ -20,8 +20,7 @@ from rich.console import Group
 from kp_cli import waiting
 from kp_cli.options import JsonFlag, ModelOptions, spread
 from kp_cli.output import ERRORS, table_of, tell
-from kp_core import KnowledgePack, PackStore
-from kp_core.kv import KVTensors
+from kp_core import KnowledgePack, KVTensors, PackStore
 from kp_core.packs.blobs import FolderBlobs
 from kp_core.packs.store import default_room
 

@@ -33,18 +33,16 @@ from kp_cli.options import (
 from kp_cli.output import console, print_json, tell
 from kp_cli.sources import OnError, read_facts
 from kp_cli.sources.texts import STDIN
+from kp_core import Handle, PackStore, Session
 from kp_core.banks import Added, ChromaFactStore, Fact, FactStore
 from kp_core.banks.compiling import Unit, compile_cost, find_compiled, provenance_of
 from kp_core.banks.delivery import KV, Delivery
 from kp_core.bundled import converted_folders
 from kp_core.errors import FactError, PackError
 from kp_core.packs.codec import Compression
-from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
-from kp_core.packs.store import PackStore
 from kp_core.plan.engine import Compiles
 from kp_core.progress import bar_of
-from kp_core.session.session import Session
 from kp_methods import edit as editing
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 
-from kp_core.banks import Fact, Hit
-from kp_core.errors import KnowledgePackError
-from kp_core.packs.handle import Handle
+from kp_core import Fact, Handle, Hit, KnowledgePackError
 
 _SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _SIGNS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)

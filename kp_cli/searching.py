@@ -9,7 +9,7 @@ from rich.text import Text
 
 from kp_cli.options import JsonFlag, Namespace, Place, PlaceOptions, Where, filter_of, is_store, spread
 from kp_cli.output import about_hit, console, sourced, tell
-from kp_core.packs.handle import Handle
+from kp_core import Handle
 
 
 @spread

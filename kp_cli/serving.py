@@ -16,14 +16,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from kp_core import ModelFingerprint, PackStore
 from kp_core.errors import KnowledgePackError, MissingDependencyError, ModelError
 from kp_core.packs.codec import Compression
-from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.store import PackStore
 from kp_serve.access import KEYS_VARIABLE, Access, read_keys
 
 _Namespaces = Annotated[list[str], typer.Option("--namespace", metavar="NAME", help="May be given several times.")]
-_OURS = ("--host", "--port", "--dtype", "--model", "--kv-transfer-config", "--uds")
+_OURS = ("--host", "--port", "--dtype", "--model", "--kv-cache-dtype", "--kv-transfer-config", "--uds")
 
 
 def serve(  # noqa: PLR0913 - one parameter per option, and their checks
@@ -158,20 +157,12 @@ def _options(model: str, host: str, port: int, connector: dict[str, Any]) -> lis
 
 
 def _check_options(given: Sequence[str]) -> None:
-    """Raise `ModelError` for options of vLLM that `kp serve` sets, or that make packs useless."""
-    for at, option in enumerate(given):
-        name, _, value = option.replace("_", "-").partition("=")
-        name = name.partition(".")[0]  # `--kv-transfer-config.kv-connector`
-        if name == "--kv-cache-dtype":
-            value = value or "".join(given[at + 1 : at + 2])
-            if value not in ("auto", "float32", "bfloat16", "float16"):  # The connector checks which of these it is.
-                raise ModelError(
-                    f"Got {name} {value}; packs hold KV in the dtype of the model, and are not rounded into "
-                    "such a cache. Leave the option out, or serve without packs."
-                )
+    """Raise `ModelError` for options of vLLM that `kp serve` sets; its cache has the dtype of packs."""
+    for option in given:
+        name = option.replace("_", "-").partition("=")[0].partition(".")[0]  # `--kv-transfer-config.kv-connector`
         # vLLM accepts abbreviated names of options.
         if name.startswith("--") and len(name) > 2 and any(flag.startswith(name) for flag in _OURS):
-            raise ModelError(f"Got {name} among the options of vLLM; `kp serve` sets it. Give it before the `--`.")
+            raise ModelError(f"Got {name} among the options of vLLM; `kp serve` sets it (`kp serve --help`).")
 
 
 def _is_new(place: str) -> bool:

@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, suppress
 from functools import partial
+from graphlib import CycleError, TopologicalSorter
 from inspect import isfunction
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -187,12 +188,8 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         unparsed = RunnablePassthrough.assign(parsed=lambda _: None)
         return RunnableMap(raw=model) | parsed.with_fallbacks([unparsed], exception_key="parsing_error")
 
-    def _generate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+    def _generate(  # type: ignore[override]  # LangChain gives a manager only to those that name one
+        self, messages: list[BaseMessage], stop: list[str] | None = None, **kwargs: Any
     ) -> ChatResult:
         request, model = self._request(stop, kwargs), kwargs.get("model")
         with overflows():
@@ -215,12 +212,8 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
                 yield chunk
             yield last_chunk(stream.result(), model or self.model_name)
 
-    async def _agenerate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+    async def _agenerate(  # type: ignore[override]  # as above
+        self, messages: list[BaseMessage], stop: list[str] | None = None, **kwargs: Any
     ) -> ChatResult:
         request, model = self._request(stop, kwargs), kwargs.get("model")
         engine = await asyncio.to_thread(self._engine, model)
@@ -302,10 +295,8 @@ def _recursive(schema: Any) -> dict[str, Any]:
         return {}
     full = schema.model_json_schema()
     definitions = full.get("$defs", {})
-    reached = {name: set(_DEFINITION.findall(json.dumps(each))) for name, each in definitions.items()}
-    for _ in reached:
-        reached = {name: held.union(*(reached.get(each, ()) for each in held)) for name, held in reached.items()}
-    if not any(name in held for name, held in reached.items()):
+    with suppress(CycleError):
+        TopologicalSorter({name: _DEFINITION.findall(json.dumps(held)) for name, held in definitions.items()}).prepare()
         return {}
     root = definitions.get(full.pop("$ref", "").removeprefix("#/$defs/"), {})
     return {key: value for key, value in {**root, **full}.items() if key not in ("title", "description")}

@@ -53,17 +53,14 @@ def to_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
         if role not in ("system", "user", "assistant", "tool"):
             raise PromptError(f"Got a {type(message).__name__} ({role}); expected a system, human, AI or tool message.")
         sent = {"role": role, "content": _sent(message)}
-        core_message: dict[str, Any] = {"role": role, "content": text_of(sent)}
-        if is_marked(sent):
-            core_message["cache_control"] = True
-        if isinstance(message, AIMessage) and message.tool_calls:
-            calls = [tool_call(call["name"], call["args"], call.get("id")) for call in message.tool_calls]
-            core_message["tool_calls"] = calls
-        if isinstance(message, ToolMessage):
-            core_message["tool_call_id"] = message.tool_call_id
-        if message.name:
-            core_message["name"] = message.name
-        converted.append(core_message)
+        calls = message.tool_calls if isinstance(message, AIMessage) else ()
+        more = {
+            "cache_control": is_marked(sent),
+            "tool_calls": [tool_call(call["name"], call["args"], call.get("id")) for call in calls],
+            "tool_call_id": message.tool_call_id if isinstance(message, ToolMessage) else None,
+            "name": message.name,
+        }
+        converted.append({**sent, "content": text_of(sent), **{name: value for name, value in more.items() if value}})
     return converted
 
 

@@ -331,10 +331,9 @@ class PackSummarizer:
 
 
 def _note(known: dict[int, Any], key: int, value: object) -> None:
-    """Note `value`, and forget the older half of too many."""
+    """Note `value`, and forget the others if they are too many."""
     if len(known) >= _REMEMBERED:
-        for oldest in list(known)[: _REMEMBERED // 2]:
-            known.pop(oldest, None)
+        known.clear()
     known[key] = value
 
 

@@ -25,7 +25,7 @@ from langchain_core.runnables.config import RunnableConfig, set_config_context
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from kp_core import Embedder, Fact, FactStore, Handle, KnowledgePack, Message, Question, Session
+from kp_core import Embedder, Fact, FactStore, Handle, KnowledgePack, Message, Packs, Question, Session
 from kp_core.banks import Filter, Hit
 from kp_core.banks.compiling import Unit, open_facts
 from kp_core.banks.delivery import KV, Delivery, Found, Precompile
@@ -34,7 +34,6 @@ from kp_core.events import subscribe
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import inert
 from kp_core.packs.store import open_packs
-from kp_core.packs.view import Packs
 from kp_core.plan.request import CompiledFor, refuse_unknown
 from kp_core.prompt.conversation import SLOT, text_of
 from kp_langchain.tools import own_handle

@@ -9,10 +9,9 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.tools import BaseTool, StructuredTool
 
-from kp_core import Handle, KnowledgePack, find_handles
+from kp_core import Handle, KnowledgePack, Packs, PackView, find_handles
 from kp_core.packs.handle import inert
 from kp_core.packs.store import open_packs
-from kp_core.packs.view import Packs, PackView
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
@@ -92,6 +91,8 @@ class Context:
                 "of it. With engine='hf', transformers runs it."
             )
         self.vocab = lib.llama_model_get_vocab(self.model)
+        self.vocabulary = int(lib.llama_vocab_n_tokens(self.vocab))
+        """Length of the logits."""
 
     def _begin(self, cells: int, dtype: torch.dtype, threads: int, batch_tokens: int) -> None:
         lib, options = self.lib, self.lib.llama_context_default_params()
@@ -114,11 +115,6 @@ class Context:
         self.free_ids = list(range(MOST_SEQUENCES))
         """Sequences that no buffer has."""
         self._empty_bytes = lib.llama_state_get_size(self.context)
-
-    @cached_property
-    def vocabulary(self) -> int:
-        """Length of the logits."""
-        return int(self.lib.llama_vocab_n_tokens(self.vocab))
 
     def metadata(self, name: str) -> str | None:
         """The value of that name in the file, of at most 255 characters; `None` if there is none."""

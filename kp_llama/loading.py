@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 
+from kp_core import ChatTemplate, ModelFingerprint, Session
 from kp_core.bundled import BUNDLED_MODEL, installed_file
 from kp_core.engines.hf.identity import converted_tokenizer, digest_files, stamp_files, tokenizer_identity
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.errors import ModelError, OptionError
-from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.prompt.template import ChatTemplate
-from kp_core.session.session import Session
 from kp_llama.context import Context
 from kp_llama.model import LlamaModel
 from kp_llama.state import TYPES

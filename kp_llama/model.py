@@ -10,11 +10,11 @@ from typing import Literal, NoReturn, cast
 import torch
 from torch import Tensor
 
+from kp_core import KVTensors
 from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.local.buffer import BufferPool, CacheShape, KVBuffer
 from kp_core.engines.local.tree import Name, PrefixTree
 from kp_core.errors import ModelError, UnsupportedRequestError
-from kp_core.kv import KVTensors
 from kp_core.plan.plan import Limit
 from kp_core.rope import Rope
 from kp_llama.context import Context, Tokens

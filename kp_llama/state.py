@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kp_core import KVTensors
 from kp_core.engines.local.buffer import CacheShape
 from kp_core.errors import ModelError, PackError
-from kp_core.kv import KVTensors
 
 BUILDS = ("0.3.36",)
 """Releases of llama-cpp-python with this layout."""

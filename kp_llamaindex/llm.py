@@ -258,7 +258,10 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
         if any(map(self._remembers, messages)) and given_options.get("keep") is None:
             request |= self.remembering()
         if "tools" in request:
-            request["tools"] = list(map(_offer, request["tools"]))
+            request["tools"] = [
+                tool.metadata.to_openai_tool(skip_length_check=True) if isinstance(tool, BaseTool) else tool
+                for tool in request["tools"]
+            ]
         return request
 
     def _remembers(self, message: ChatMessage) -> bool:
@@ -268,10 +271,6 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
         handles = (handle for *_, handle in find_handles(message.content or ""))
         packs = (self.store.peek(handle) for handle in handles if handle.namespace in self.namespaces)
         return any(pack is not None and MEMORY in pack.provenance for pack in packs)
-
-
-def _offer(tool: Any) -> Any:
-    return tool.metadata.to_openai_tool(skip_length_check=True) if isinstance(tool, BaseTool) else tool
 
 
 def _arguments(given: dict[str, Any] | str) -> dict[str, Any]:

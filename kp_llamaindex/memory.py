@@ -105,7 +105,9 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
         text = "".join(f"{line}\n" for message in messages for line in self._lines(message))
         if not text.strip():
             return
-        handles, left = [*self.handles, self._compile(text)], list[str]()
+        settings: dict[str, Any] = {"namespace": self.namespace, "lazy": self.lazy, "provenance": {MEMORY: self.name}}
+        pack = self._engine().build_pack(text, compiled_for=self._place(), **settings)
+        handles, left = [*self.handles, str(self.store.put(pack))], list[str]()
         sizes, most = list(map(self._size, handles)), self._most()
         if sum(sizes) > most:
             while handles and sum(sizes) > (most if len(sizes) == 1 else most // 2):
@@ -135,10 +137,6 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
         calls = [call["function"] for call in turn.get("tool_calls", ())]
         lines += [f"{turn['role']} called {call['name']} with {json.dumps(call['arguments'])}" for call in calls]
         return lines
-
-    def _compile(self, text: str) -> str:
-        settings: dict[str, Any] = {"namespace": self.namespace, "lazy": self.lazy, "provenance": {MEMORY: self.name}}
-        return str(self.store.put(self._engine().build_pack(text, compiled_for=self._place(), **settings)))
 
     def _place(self) -> list[Message]:
         """The place where LlamaIndex's memory puts the first handle."""

@@ -46,18 +46,17 @@ def to_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             raise PromptError(f"Got a {type(message).__name__}; expected a ChatMessage.")
         role, extra = core_role(message.role.value), message.additional_kwargs
         texts = [text for block in message.blocks if (text := _text(block, role)) is not None]
-        core_message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
-        if any(isinstance(block, CachePoint) for block in message.blocks):
-            core_message["cache_control"] = True
-        if calls := _calls(message) if role == "assistant" else []:
-            core_message["tool_calls"] = calls
-            names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+        calls = _calls(message) if role == "assistant" else []
+        names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
         call_id = extra.get("tool_call_id") if role == "tool" else None
-        if call_id:
-            core_message["tool_call_id"] = call_id
-        if name := extra.get("name") or names.get(call_id):
-            core_message["name"] = name
-        converted.append(core_message)
+        more = {
+            "cache_control": any(isinstance(block, CachePoint) for block in message.blocks),
+            "tool_calls": calls,
+            "tool_call_id": call_id,
+            "name": extra.get("name") or names.get(call_id),
+        }
+        content = {"role": role, "content": "\n".join(texts)}
+        converted.append(content | {name: value for name, value in more.items() if value})
     return converted
 
 

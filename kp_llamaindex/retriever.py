@@ -17,12 +17,10 @@ from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PR
 from llama_index.core.schema import BaseNode, ImageNode, IndexNode, NodeWithScore, QueryBundle
 from llama_index.core.vector_stores.types import MetadataFilters
 
-from kp_core import Fact, FactStore, Session
-from kp_core.banks import Hit
+from kp_core import Fact, FactStore, Hit, Packs, Session
 from kp_core.banks.compiling import open_facts
 from kp_core.banks.delivery import Delivery
 from kp_core.errors import FactError
-from kp_core.packs.view import Packs
 from kp_core.plan.request import CompiledFor, refuse_unknown
 from kp_llamaindex.llm import KnowledgePackLLM
 from kp_llamaindex.messages import pack_place

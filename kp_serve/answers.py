@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-from kp_core.packs.handle import strip_handles
+from kp_core import strip_handles
 from kp_core.session.reading import VisibleText
 from kp_serve.asked import COMPUTED
 from kp_serve.wire import Send

@@ -12,11 +12,8 @@ from typing import Any, TypeAlias
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from kp_core import ModelFingerprint, Plan, Region, find_handles
 from kp_core.errors import OptionError, PromptError
-from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.handle import find_handles
-from kp_core.plan.plan import Plan
-from kp_core.plan.region import Region
 from kp_core.prompt.prompt import SoftTokens
 from kp_core.steering import Steering, steering_bytes, steering_of
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
+from kp_core import KVTensors
 from kp_core.errors import ModelError, PackError
-from kp_core.kv import KVTensors
 
 
 def layer_names(names: Iterable[str]) -> list[str]:

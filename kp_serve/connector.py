@@ -26,10 +26,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from kp_core import ModelFingerprint, PackStore
 from kp_core.errors import KnowledgePackError, ModelError
 from kp_core.packs.entry import digest_of
-from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.store import PackStore
 from kp_core.rope import Rope
 from kp_serve.blocks import PagedKV, layer_names
 from kp_serve.rights import Rights, server_key

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import chain, dropwhile, islice
 from typing import Any
 
-from kp_core.banks import Fact, FactStore, Hit
+from kp_core import Fact, FactStore, Hit
 from kp_core.banks.compiling import provenance_of
 from kp_core.banks.delivery import Delivery
 from kp_core.errors import FactError

@@ -14,11 +14,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from kp_core import Handle, ModelFingerprint, Region
 from kp_core.packs.entry import Entry, digest_of
-from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
-from kp_core.plan.region import Region
 from kp_core.prompt.prompt import SoftTokens
 from kp_serve.access import Access
 from kp_serve.asked import Placed, blocks_as_json, moved_packs, soft_of, steered

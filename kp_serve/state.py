@@ -17,13 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kp_core.banks import FactStore
+from kp_core import ChatTemplate, FactStore, Handle, ModelFingerprint, PackStore, find_handles
 from kp_core.errors import PackNotFoundError, PromptError
-from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey
-from kp_core.packs.store import PackStore
-from kp_core.prompt.template import ChatTemplate
 from kp_serve.access import Access, read_keys
 from kp_serve.rights import Rights, salt_of, server_key
 from kp_serve.wire import HTTPError, Visit, send_bytes

@@ -13,14 +13,10 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from kp_core import Handle, KnowledgePack, KVTensors, ModelFingerprint, PackStore
 from kp_core.errors import PackCorruptError, PackError
-from kp_core.kv import KVTensors
 from kp_core.packs.codec import Compression
 from kp_core.packs.entry import Entry, EntryFile, digest_of
-from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.handle import Handle
-from kp_core.packs.pack import KnowledgePack
-from kp_core.packs.store import PackStore
 from kp_core.rope import Rope
 from kp_serve.asked import blocks_of
 

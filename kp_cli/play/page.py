@@ -23,9 +23,9 @@ from starlette.responses import PlainTextResponse
 
 from kp_cli.output import ERRORS, message_of
 from kp_cli.play.world import Way, World
+from kp_core import Generation
 from kp_core.errors import ModelError
 from kp_core.session.explain import Explanation
-from kp_core.session.reading import Generation
 
 _HOST = "127.0.0.1"
 _OWN_HOSTS = {_HOST, "localhost"}

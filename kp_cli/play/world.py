@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from kp_cli.sources import read_facts
-from kp_core.banks import Fact, Hit, MemoryFactStore
+from kp_core import Embedder, Fact, Handle, Hit, MemoryFactStore, PackStore, Session
 from kp_core.banks.delivery import Delivery
-from kp_core.banks.embed import Embedder
 from kp_core.errors import FactError
-from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
-from kp_core.packs.store import PackStore
 from kp_core.session.explain import Explanation
-from kp_core.session.session import Session
 
 Way: TypeAlias = Literal["packs", "text"]
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 from kp_cli.sources.converted import read_converted
 from kp_cli.sources.texts import STDIN, Draft, read_csv, read_json_lines, read_text
-from kp_core.banks.base import Fact
+from kp_core import Fact
 from kp_core.errors import FactError, KnowledgePackError
 
 __all__ = ["FORMATS", "OnError", "read_facts"]
@@ -41,22 +41,11 @@ def read_facts(  # noqa: PLR0913 - every setting has a default that works
 ) -> Iterator[Fact]:
     """Yield the facts in files and folders, and for `-` in standard input, in the order of paths and lines.
 
-    - `.jsonl`: one object per line; `text` is required, `title`, `source`, `id`, `namespace`, `expires` and `metadata`
-      are the fact's own, any other field goes to its metadata.
-    - `.csv`: the same fields, named by the first line; all metadata are strings. Without a column `text`, the text is
-      the whole row (`Team: billing; Seats: 800`), and all fields are metadata.
-    - `.txt`: a fact per paragraph; blank lines separate paragraphs.
-    - `.md`: as text, with the headings above (`Guide > Install`) as title; a fenced block is one paragraph.
-      A row of a table is a paragraph with the names of its columns.
-    - `.html`, `.docx`, `.pptx`, `.xlsx`: as the Markdown that markitdown makes of it, with the page's title, and
-      `slide` in the metadata.
-    - `.pdf`: the same for each page, with `page` in the metadata and the document's title as title.
-    - `-`: JSON lines if it begins with `{`, else as `.txt`.
-
-    Paragraphs of more than `max_chars` characters are cut at sentence ends. Unless the row says otherwise, the source
-    of a fact is its file, and `line` in its metadata is the first line of its paragraph. For a folder, all files in it
-    and in its subfolders are read, except names that begin with a dot. `namespace` applies to facts that do not name
-    one. `encoding` is the text encoding; the default is UTF-8, or what an HTML page declares.
+    `docs/cli.md` says how each of `FORMATS` is read. Paragraphs of more than `max_chars` characters are cut at sentence
+    ends. Unless a row says otherwise, the source of a fact is its file; metadata has the `line`, `page` or `slide` on
+    which it begins. For a folder, all files in it and in its subfolders are read, except names that begin with a dot.
+    `namespace` applies to facts that do not name one. `encoding` is the text encoding; the default is UTF-8, or what an
+    HTML page declares.
 
     Raises `FactError`, naming file and line or page, for anything unreadable; `on_error="skip"` logs it, passes it to
     `skipped`, and goes on.
@@ -95,17 +84,14 @@ def _read(path: Path, max_chars: int, namespace: str | None, encoding: str | Non
     elif not is_stdin and not path.is_file():
         yield FactError(f"{path}: got a pipe or device; expected a file. Write to a file first, or use -.")
     else:
-        reader = _of_stdin() if is_stdin else FORMATS[path.suffix.lower()]
+        begins = sys.stdin.buffer.peek(1) if is_stdin and isinstance(sys.stdin.buffer, io.BufferedReader) else b""
+        is_json = begins.lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n").startswith(b"{")
+        reader = FORMATS[(".jsonl" if is_json else ".txt") if is_stdin else path.suffix.lower()]
         try:
             for place, row in reader(path, max_chars, encoding):
                 yield _fact(str(path), place, row, namespace)
         except OSError as error:
             yield FactError(f"{path}: cannot be read ({error.strerror or error}).")
-
-
-def _of_stdin() -> _Reader:
-    begins = sys.stdin.buffer.peek(1) if isinstance(sys.stdin.buffer, io.BufferedReader) else b""
-    return read_json_lines if begins.lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n").startswith(b"{") else read_text
 
 
 def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:

@@ -178,7 +178,7 @@ def test_a_long_conversation_has_a_short_prompt(block, store):
 def test_the_first_pack_comes_straight_from_the_store(block, store):
     memory = Memory.from_defaults(token_limit=300, memory_blocks=[block], tokenizer_fn=str.split)
     memory.put(ChatMessage("Hello?"))
-    block.handles = [block._compile("user: The mill has four sails.\n")]
+    block._remember([ChatMessage("The mill has four sails.")])
     messages = to_messages(memory.get())
     ENGINE.clear_cache()
     usage = ENGINE.generate(messages, view=store.view("default"), max_tokens=1).usage
