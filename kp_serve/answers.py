@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-from kp_core import strip_handles
 from kp_core.session.reading import VisibleText
 from kp_serve.asked import COMPUTED
 from kp_serve.wire import Send
@@ -57,38 +56,31 @@ class Answer:
             if data or is_last:
                 await self._send({**message, "body": data})
         elif is_last and self._start is not None:
-            data = self._whole(bytes(self._data))
+            data = self._filtered(bytes(self._data))
             headers = [pair for pair in self._start["headers"] if pair[0].lower() != b"content-length"]
             headers.append((b"content-length", str(len(data)).encode()))
             await self._send({**self._start, "headers": headers})
             await self._send({"type": "http.response.body", "body": data})
 
-    def _whole(self, data: bytes) -> bytes:
-        try:
-            response = json.loads(data)
-        except ValueError:
-            return data
-        for choice in _choices(response):
-            for part, name, _ in list(_texts(choice)):
-                part[name] = strip_handles(part[name])
-        return self._counted(response)
-
     def _event(self, event: bytes) -> bytes:
         head, data, payload = event.partition(b"data: ")
+        return head + data + self._filtered(payload)
+
+    def _filtered(self, data: bytes) -> bytes:
         try:
-            chunk = json.loads(payload)
+            response = json.loads(data)
         except ValueError:  # `[DONE]`, or a comment of the stream.
-            return event
-        for choice in _choices(chunk):
+            return data
+        for choice in _choices(response):
             index = choice.get("index")
             for part, name, path in list(_texts(choice)):
                 part[name] = self._texts[index, *path].push(part[name])
-            if choice.get("finish_reason") is not None:
+            if choice.get("finish_reason") is not None or not self._is_stream:
                 self._end(choice, index)
-        return head + data + self._counted(chunk)
+        return self._counted(response)
 
     def _end(self, choice: dict[str, Any], index: object) -> None:
-        """Append the held-back text of a choice to its last event."""
+        """Append the held-back text of a choice to its last event, or to the whole answer."""
         for path, text in self._texts.items():
             if path[0] != index or not (text_left := text.flush()):
                 continue
@@ -132,7 +124,7 @@ def _below(part: dict[str, Any], step: str | int) -> dict[str, Any]:
         child: dict[str, Any] = part[step]
         return child
     calls = part["tool_calls"] = part.get("tool_calls") or []
-    call = next((entry for entry in calls if entry.get("index") == step), None)
+    call = next((entry for at, entry in enumerate(calls) if entry.get("index", at) == step), None)
     if call is None:
         calls.append(call := {"index": step})
     return call

@@ -101,15 +101,7 @@ class PackMiddleware:
             raise HTTPError(404, f"This server has no {method} {path}; it has {endpoints}, /v1/packs, /v1/facts.")
         body, delivered, computed = _checked(await visit.read(), path), None, None
         if path == "/v1/chat/completions":
-            # In another thread: the store may be remote, and all requests share the event loop.
-            body["messages"], refs, left = await asyncio.to_thread(self._resolved, body.get("messages"), access)
-            self.state.counts.update(handles_left=len(left))
-            self._refuse_unresolved(left, access)
-            self.state.refuse_special([body["messages"], body.get("tools"), body.get("functions")])
-            tokens = sum(map(self.state.tokens_of, (ref.pack for ref in refs)))
-            self.state.note_used(" ".join(ref.handle for ref in refs), access.namespaces)
-            self.state.counts.update(packs_delivered=len(refs), pack_tokens=tokens)
-            delivered = {"pack_tokens": tokens, "unresolved": len(left)}
+            delivered = await self._delivered(body, access)
         self.state.note_used(_header(scope, FIRST_PACK), access.namespaces)
         rights = self._rights(body, access)
         if "kp" in body:
@@ -120,6 +112,27 @@ class PackMiddleware:
         inner = {**scope, "headers": [*kept_headers, *headers], "query_string": b""}
         return await self.app(inner, replayed, Answer(send, delivered, computed))
 
+    async def _delivered(self, body: dict[str, Any], access: Access) -> dict[str, int]:
+        """Put texts in place of the handles in a chat's messages. Returns the tokens of these, and the handles left.
+
+        Logs handles that bring no pack. Unless they may be text, raises `HTTPError` for one of a trusted role.
+        """
+        view = PackView(self.state.store, access.namespaces, access.trusted_roles)
+        # In another thread: the store may be remote, and all requests share the event loop.
+        body["messages"], refs, left = await asyncio.to_thread(_resolved, body.get("messages"), view)
+        self.state.counts.update(handles_left=len(left))
+        for name, role in left:
+            logger.warning("Handle %s does not resolve: %s.", name, why_unresolved(name, view, role))
+        if self.state.unresolved == "error":
+            for name in (name for name, role in left if role in access.trusted_roles):
+                # The same error for packs of others and packs that do not exist.
+                raise HTTPError(404, f"There is no pack {name!r}. Nothing was answered without its knowledge.")
+        self.state.refuse_special([body["messages"], body.get("tools"), body.get("functions")])
+        tokens = sum(map(self.state.tokens_of, (ref.pack for ref in refs)))
+        self.state.note_used(" ".join(ref.handle for ref in refs), access.namespaces)
+        self.state.counts.update(packs_delivered=len(refs), pack_tokens=tokens)
+        return {"pack_tokens": tokens, "unresolved": len(left)}
+
     def _rights(self, body: dict[str, Any], access: Access) -> Rights:
         """The rights of the key; none for a request with `reuse: false`, which must find no KV."""
         if body.get("kp") != {"reuse": False}:
@@ -128,39 +141,28 @@ class PackMiddleware:
         # A random salt, so that vLLM's own prefix cache has nothing for it either.
         return Rights((), secrets.token_hex(16))
 
-    def _refuse_unresolved(self, left: Collection[tuple[str, str]], access: Access) -> None:
-        """Log handles that bring no pack, each with its role. Unless they may be text, raise `HTTPError` for one."""
-        view = PackView(self.state.store, access.namespaces, access.trusted_roles)
-        for name, role in left:
-            logger.warning("Handle %s does not resolve: %s.", name, why_unresolved(name, view, role))
-        for name, role in left if self.state.unresolved == "error" else ():
-            if role in access.trusted_roles:  # The same error for packs of others and packs that do not exist.
-                raise HTTPError(404, f"There is no pack {name!r}. Nothing was answered without its knowledge.")
 
-    def _resolved(
-        self, messages: object, access: Access
-    ) -> tuple[list[Any], list[PackRef], Collection[tuple[str, str]]]:
-        """The messages with handles replaced by texts, the packs of these, and the handles left as text by role."""
-        if not isinstance(messages, list) or not all(isinstance(entry, dict) for entry in messages):
-            raise HTTPError(400, "Got no list of messages; expected 'messages': [{'role': …, 'content': …}].")
-        view = PackView(self.state.store, access.namespaces, access.trusted_roles)
-        delivered, left = list[PackRef](), dict[tuple[str, str], None]()
+def _resolved(messages: object, view: PackView) -> tuple[list[Any], list[PackRef], Collection[tuple[str, str]]]:
+    """The messages with handles replaced by texts, the packs of these, and the handles left as text by role."""
+    if not isinstance(messages, list) or not all(isinstance(entry, dict) for entry in messages):
+        raise HTTPError(400, "Got no list of messages; expected 'messages': [{'role': …, 'content': …}].")
+    delivered, left = list[PackRef](), dict[tuple[str, str], None]()
 
-        def resolve(text: str, role: str) -> str:
-            parts = view.split(text, role)
-            delivered.extend(part for part in parts if isinstance(part, PackRef))
-            names = (name for part in parts if isinstance(part, str) for name in handles_like(part))
-            left.update(dict.fromkeys((name, role) for name in names))
-            return "".join(part.text if isinstance(part, PackRef) else part for part in parts)
+    def resolve(text: str, role: str) -> str:
+        parts = view.split(text, role)
+        delivered.extend(part for part in parts if isinstance(part, PackRef))
+        names = (name for part in parts if isinstance(part, str) for name in handles_like(part))
+        left.update(dict.fromkeys((name, role) for name in names))
+        return "".join(part.text if isinstance(part, PackRef) else part for part in parts)
 
-        resolved = []
-        for message in messages:
-            role = _ROLES.get(str(message.get("role")), str(message.get("role")))
-            if (content := message.get("content")) is not None:
-                text = resolve(text_of({"role": role, "content": content}), role)
-                message = {**message, "content": text}  # noqa: PLW2901
-            resolved.append(message)
-        return resolved, delivered, left
+    resolved = []
+    for message in messages:
+        role = _ROLES.get(str(message.get("role")), str(message.get("role")))
+        if (content := message.get("content")) is not None:
+            text = resolve(text_of({"role": role, "content": content}), role)
+            message = {**message, "content": text}  # noqa: PLW2901
+        resolved.append(message)
+    return resolved, delivered, left
 
 
 async def until_end(scope: Scope, answer: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - what it returns
