@@ -14,8 +14,7 @@ from kp_core.errors import no_attribute
 with needing("kp_langchain needs LangChain", "langchain"):
     from kp_langchain.chat_model import ChatKnowledgePacks
     from kp_langchain.messages import pack_place, to_messages
-    from kp_langchain.retriever import KnowledgePackRetriever
-    from kp_langchain.tools import create_pack_search_tool, resolve_documents, to_handles
+    from kp_langchain.retriever import KnowledgePackRetriever, create_pack_search_tool, resolve_documents, to_handles
 
 __all__ = [
     "ChatKnowledgePacks",

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 from urllib.parse import quote
 
 from langgraph.store.base import (
@@ -237,8 +237,7 @@ class KnowledgePackStore(BaseStore):
         for name, labels in self._spaces():
             if any(map(_is_item, self._facts.facts(namespace=name))):
                 listed.put(labels, "item", {})
-        [namespaces] = listed.batch([op])
-        return namespaces
+        return cast("list[Labels]", listed.batch([op])[0])
 
 
 def _stop(op: SearchOp | ListNamespacesOp) -> int:

@@ -14,8 +14,7 @@ with needing("kp_llamaindex needs LlamaIndex", "llamaindex"):
     from kp_llamaindex.llm import KnowledgePackLLM
     from kp_llamaindex.memory import KnowledgePackMemoryBlock
     from kp_llamaindex.messages import pack_place, to_messages
-    from kp_llamaindex.nodes import NumberSources, PackNode
-    from kp_llamaindex.retriever import KnowledgePackPostprocessor, KnowledgePackRetriever
+    from kp_llamaindex.retriever import KnowledgePackPostprocessor, KnowledgePackRetriever, NumberSources, PackNode
     from kp_llamaindex.selector import KnowledgePackSelector
 
 __all__ = [

@@ -10,7 +10,7 @@ from kp_core import Fact, MemoryFactStore
 from kp_core.banks.filters import predicate
 from kp_core.errors import FactError
 from kp_llamaindex import KnowledgePackRetriever
-from kp_llamaindex.nodes import to_where
+from kp_llamaindex.retriever import to_where
 from tests.conftest import tiny_engine
 from tests.llamaindex.conftest import QUESTION
 

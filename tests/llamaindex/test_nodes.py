@@ -10,7 +10,7 @@ from llama_index.core.schema import MetadataMode, NodeRelationship, NodeWithScor
 
 from kp_core import Fact
 from kp_llamaindex import NumberSources, PackNode
-from kp_llamaindex.nodes import to_node
+from kp_llamaindex.retriever import to_node
 
 HANDLE = "kp:default/" + "a" * 21
 
