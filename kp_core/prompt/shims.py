@@ -16,7 +16,7 @@ Templates support different things. What one lacks is rendered in exactly this w
 A system message or tool result that a template still leaves out (some show the system message only before the last user
 message) opens the next user message, or becomes one; tool calls that it leaves out (some show them only without text)
 are appended to the content as above. `ChatTemplate` raises for other messages that are left out, and logs a warning for
-names and for text beside tool calls.
+text beside tool calls.
 """
 
 from __future__ import annotations
@@ -74,12 +74,6 @@ class TurnShaper:
         system = {"role": "system", "content": token}
         self._second = shows(system, system, user, times=2)
         self._later = shows(system, user, answer, system, user, times=2) and shows(user, answer, system, user)
-        self.names = frozenset(
-            role
-            for role, before in (("system", ()), ("user", ()), ("assistant", (user,)))
-            if shows(*before, {"role": role, "content": "x", "name": f"n{token}"}, *([] if before else [user]))
-        )
-        """Roles whose names the template shows."""
 
     def shape(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
         """Return `turns` with everything that the template lacks rendered as stated above."""

@@ -275,8 +275,6 @@ class ChatTemplate:
         """Return the turns with calls, system messages and results that the template left out; raises for others."""
         lost = []
         for at, turn in enumerate(turns):
-            if "name" in turn.extra and turn.role not in self._shaper.names | {"tool"}:
-                self._warn(turn.role, "This chat template shows no names, e.g. of %s messages.")
             if f"c{at}" not in places and _signed(turn.tool_calls, "c") != [*turn.tool_calls]:
                 lost.append(at)
                 continue
