@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kp_core.errors import OptionError
+from kp_core.packs.view import PackRef
 from kp_core.plan.composer import Arrangement, Composer, Host
 from kp_core.prompt.conversation import Turn
 from kp_methods.calibration import KEPT, LOW, calibrations_of
-from kp_methods.select import arranged
+from kp_methods.select import runs
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,11 @@ class AutoComposer(Composer):
 
     def arrange(self, turns: Sequence[Turn], host: Host) -> Arrangement:
         """What the chosen composer makes of the turns, and why it was chosen."""
-        groups = [[len(pack.pack.token_ids) for pack in group.packs] for group in arranged(turns, {})[1]]
+        groups = [
+            [len(part.pack.token_ids) for part in turn.segments[start:stop] if isinstance(part, PackRef)]
+            for turn in turns
+            for start, stop in runs(turn.segments)
+        ]
         composer, reason = calibrations_of(host).choice(groups, host.view, self.kept, self.low)
         arranged_turns = composer.arrange(turns, host)
         reasons = filter(None, (f"{composer.key}, because {reason}", arranged_turns.choice))

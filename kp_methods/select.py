@@ -8,12 +8,11 @@ import re
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,8 +31,6 @@ from kp_methods.calibration import MeasuredComposer, blob_key, calibrations_of
 from kp_methods.splice import SpliceComposer
 
 logger = logging.getLogger(__name__)
-
-Handles: TypeAlias = tuple[str, ...]
 
 _HEADS = 4
 _REMEMBERED = 512
@@ -112,16 +109,12 @@ class _CannotChooseError(Exception):
 
 @dataclass(frozen=True)
 class Group:
-    """Packs side by side in turn `turn`, separated by the same text; `place` identifies everything before them."""
+    """Group `number` of packs side by side, each once, in turn `turn`; `place` identifies everything before them."""
 
+    number: int
     turn: int
     place: Hashable
     packs: tuple[PackRef, ...]
-
-    @property
-    def handles(self) -> Handles:
-        """Their handles in the given order, each once."""
-        return tuple(dict.fromkeys(pack.handle for pack in self.packs))
 
 
 class Selector:
@@ -134,7 +127,7 @@ class Selector:
     def __init__(self, host: Host, heads: Sequence[tuple[int, int]] = ()) -> None:
         self._host = host
         self._found = ([layer for layer, _ in heads], [head for _, head in heads]) if heads else None
-        self._chosen: OrderedDict[Hashable, Handles] = OrderedDict()
+        self._chosen = OrderedDict[Hashable, list[int]]()
         self._lock, self._searching = threading.Lock(), threading.Lock()
 
     def selected(self, turns: Sequence[Turn], composer: SelectComposer, host: Host) -> Arrangement:
@@ -143,48 +136,45 @@ class Selector:
         Packs that have no KV yet, that are steered, corrected or of another model cannot be compared, so they and their
         neighbours are all sent, from the first on, as far as they fit.
         """
-        orders, whole, why = dict[int, Handles](), dict[int, list[PackRef]](), ""
-        groups = arranged(turns, {})[1]
-        for number, group in enumerate(groups):
-            current = arranged(turns, orders)[1][number]  # Its place depends on what was chosen before it.
-            if len(group.handles) > 1:
+        groups, kept, whole, why = list[Group](), list[list[PackRef]](), list[list[PackRef]](), ""
+
+        def choose(group: Group) -> Sequence[PackRef]:
+            nonlocal why
+            groups.append(group)
+            kept.append([*group.packs])
+            if len(group.packs) > 1:
                 try:
-                    chosen = self._best(current, query_of(turns, group.turn), composer, host.view)
+                    kept[-1] = self._best(group, query_of(turns, group.turn), composer, host.view)
                 except _CannotChooseError as error:
-                    why, chosen = str(error), group.handles
-                    whole[number] = list({pack.handle: pack for pack in group.packs}.values())
-                if chosen != group.handles:
-                    orders[number] = chosen
-        fits = True
-        while whole and (excess := host.excess(arranged(turns, orders)[0])) > 0:
-            number = max(whole, key=lambda at: len(whole[at]))
-            if len(whole[number]) == 1:
-                break
+                    why = str(error)
+                    whole.append(kept[-1])
+            return kept[-1]
+
+        chosen, fits = arranged(turns, choose), True
+        while whole and (excess := host.excess(chosen)) > 0 and len(longest := max(whole, key=len)) > 1:
             fits = False
-            while excess > 0 and len(whole[number]) > 1:
-                excess -= max(1, len(whole[number].pop().pack.token_ids))
-            orders[number] = tuple(pack.handle for pack in whole[number])
-        unread = sum(len(groups[number].handles) - len(order) for number, order in orders.items())
+            while excess > 0 and len(longest) > 1:
+                excess -= max(1, len(longest.pop().pack.token_ids))
+            chosen = arranged(turns, lambda group: kept[group.number])
+        unread = sum(len(group.packs) for group in groups) - sum(map(len, kept))
         choice = f"{composer.key} could not choose, because {why}: " if why else ""
         if why and (host.place, why) not in host.cautioned:
             host.cautioned.add((host.place, why))
             logger.warning("%sall packs are sent, or the first ones that fit.", choice)
         choice += ("all are sent" if fits else "the first ones that fit are sent") if why else ""
-        return Arrangement(arranged(turns, orders)[0] if orders else tuple(turns), composer, unread, choice)
+        return Arrangement(chosen, composer, unread, choice)
 
-    def _best(self, group: Group, query: str, composer: SelectComposer, view: PackView | None) -> Handles:
-        key = group.place, group.handles, query, composer.key
+    def _best(self, group: Group, query: str, composer: SelectComposer, view: PackView | None) -> list[PackRef]:
+        key = group.place, tuple(pack.handle for pack in group.packs), query, composer.key
         with self._lock:
-            if (known := self._chosen.get(key)) is not None:
-                self._chosen.move_to_end(key)
-                return known
-        packs = tuple({pack.handle: pack for pack in group.packs}.values())
-        chosen = tuple(packs[at].handle for at in self._looked_up(packs, query, composer, view))
+            places = self._chosen.pop(key, None)
+        if places is None:
+            places = self._looked_up(group.packs, query, composer, view)
         with self._lock:
-            self._chosen[key] = chosen
+            self._chosen[key] = places
             if len(self._chosen) > _REMEMBERED:
                 self._chosen.popitem(last=False)
-        return chosen
+        return [group.packs[at] for at in places]
 
     def _looked_up(
         self, packs: Sequence[PackRef], query: str, composer: SelectComposer, view: PackView | None
@@ -319,31 +309,29 @@ def _file_of(host: Host) -> Path:
     return cache_directory() / blob_key(repr(_PROBES), host.model.identity)
 
 
-def arranged(turns: Sequence[Turn], orders: Mapping[int, Handles]) -> tuple[tuple[Turn, ...], list[Group]]:
-    """`turns` with some groups reordered, and all groups of the result.
-
-    `orders` maps the number of a group to its handles in their new order; handles that it leaves out are not sent.
-    """
-    groups: list[Group] = []
-    arranged: list[Turn] = []
-    place = 0
-    for number, turn in enumerate(turns):
-        segments: list[Segment] = []
-        at = 0
-        for start, stop in _runs(turn.segments):
-            segments += turn.segments[at:start]
-            run = turn.segments[start:stop]
-            packs = tuple(segment for segment in run if isinstance(segment, PackRef))
-            groups.append(Group(number, hash((place, turn.role, *map(_name, segments))), packs))
-            order = orders.get(len(groups) - 1)
-            segments += run if order is None else _ordered(packs, "" if isinstance(run[1], PackRef) else run[1], order)
-            at = stop
-        arranged.append(turn.with_segments((*segments, *turn.segments[at:])))
+def arranged(turns: Sequence[Turn], choose: Callable[[Group], Sequence[PackRef]]) -> tuple[Turn, ...]:
+    """`turns` with the packs that `choose` takes of each group, in its order. The others are not sent."""
+    arranged = list[Turn]()
+    place = number = 0
+    for at, turn in enumerate(turns):
+        segments, done = list[Segment](), 0
+        for start, stop in runs(turn.segments):
+            segments += turn.segments[done:start]
+            run, done = turn.segments[start:stop], stop
+            packs = {segment.handle: segment for segment in run if isinstance(segment, PackRef)}
+            kept = choose(Group(number, at, hash((place, turn.role, *map(_name, segments))), tuple(packs.values())))
+            number += 1
+            if [pack.handle for pack in kept] == [*packs]:
+                segments += run
+            else:
+                between = "" if isinstance(run[1], PackRef) else run[1]
+                segments += [part for pack in kept for part in (between, pack)][1:]
+        arranged.append(turn.with_segments((*segments, *turn.segments[done:])))
         place = hash((place, turn.role, *map(_name, arranged[-1].segments)))
-    return tuple(arranged), groups
+    return tuple(arranged)
 
 
-def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+def runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
     """The ranges `start:stop` of segments in which packs alternate with the same text, or with none.
 
     Two packs count only if the text between them has no letters or digits, because any sentence may separate two packs
@@ -368,14 +356,6 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
                 stop = at + 1
         at = stop
     return ranges
-
-
-def _ordered(packs: Sequence[PackRef], between: Segment, order: Handles) -> list[Segment]:
-    by_handle = {pack.handle: pack for pack in reversed(packs)}
-    segments: list[Segment] = []
-    for handle in order:
-        segments += [between, by_handle[handle]]
-    return segments[1:]
 
 
 def _name(segment: Segment) -> str:
