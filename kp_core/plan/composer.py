@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -118,8 +118,11 @@ class Composer(ABC):
         computes those between packs. Each computed token sees all tokens before it. `packs` have KV and are read-only.
         The KV depends only on the tokens before and inside the region. By default, packs are moved to their places.
         """
-        for kv, by, place in moves(region, packs, room):
-            move(kv, by, place)
+        for span, pack in zip(region.spans, packs, strict=True):
+            if pack.kv is None:
+                raise PackError(f"Got a lazy pack for the tokens {span.start}:{span.stop}; expected its KV.")
+            place = room.slice(span.start - region.start, span.stop - region.start)
+            move(pack.kv, span.start - len(pack.prefix), place)
         return ()
 
     @property
@@ -147,20 +150,6 @@ class ExactComposer(Composer):
     key = "exact"
 
 
-def moves(
-    region: Region, packs: Sequence[KnowledgePack], room: KVTensors
-) -> Iterator[tuple[KVTensors, int, KVTensors]]:
-    """Yield the KV of each pack, by how many positions it moves, and its place in `room`.
-
-    Raises `PackError` for a pack without KV.
-    """
-    for span, pack in zip(region.spans, packs, strict=True):
-        if pack.kv is None:
-            raise PackError(f"Got a lazy pack for the tokens {span.start}:{span.stop}; expected its KV.")
-        place = room.slice(span.start - region.start, span.stop - region.start)
-        yield pack.kv, span.start - len(pack.prefix), place
-
-
 def composer_of(name: str) -> Composer:
     """The installed composer of that name, with its parameters: `"exact"`, `"method:number=2,file=PATH"`.
 
@@ -174,18 +163,6 @@ def composer_of(name: str) -> Composer:
             parameters[key] = float(value)
         except ValueError:
             parameters[key] = value
-    make = _maker(method, name)
-    try:
-        composer: Composer = make(**parameters)
-    except OptionError:
-        raise  # It says which parameter is wrong.
-    except TypeError as error:
-        known = ", ".join(f"{key}=" for key in signature(make).parameters) or "no parameter"
-        raise OptionError(f"Got composer={name!r}; expected {known} for {method!r}.") from error
-    return composer
-
-
-def _maker(method: str, name: str) -> Callable[..., Composer]:
     if method not in _installed():
         _installed.cache_clear()  # It may have been installed since.
     if method not in _installed():
@@ -199,7 +176,13 @@ def _maker(method: str, name: str) -> Callable[..., Composer]:
         make: Callable[..., Composer] = _installed()[method].load()
     except (ImportError, AttributeError) as error:
         raise OptionError(f"Got composer={name!r}, which is installed but cannot be loaded: {error}.") from error
-    return make
+    try:
+        return make(**parameters)
+    except OptionError:
+        raise  # It says which parameter is wrong.
+    except TypeError as error:
+        known = ", ".join(f"{key}=" for key in signature(make).parameters) or "no parameter"
+        raise OptionError(f"Got composer={name!r}; expected {known} for {method!r}.") from error
 
 
 @cache

@@ -119,24 +119,20 @@ class Planner:
         """`prompt` as `composer` lays it out, and the packs that it composes."""
         if not request.reuse:  # Everything is computed.
             return prompt, {}
-        moved = [span for span in prompt.spans if self._is_moved(span, prompt)]
+        moved = []  # Those with KV of this model and of their tokens, but of another place.
+        for span in prompt.spans:
+            (is_home, fits), made_by = _stands(span, prompt), span.pack.fingerprint
+            if fits and not is_home and (made_by == self.model or made_by.is_edit_of(self.model)):
+                moved.append(span)
         laid_out, spans = composer.layout(prompt, moved, host)
         is_steered = request.steering is not None or any(span.pack.steering is not None for span in prompt.spans)
         if is_steered and laid_out is not prompt:  # Steered packs are computed, and nothing stands around them.
             return prompt, {}
         return laid_out, dict.fromkeys(spans, composer)
 
-    def _is_moved(self, span: Span, prompt: Prompt) -> bool:
-        """Whether the KV of a pack is of this model and of its tokens in `prompt`, but of another place."""
-        pack = span.pack
-        is_home, fits = _stands(span, prompt)
-        return fits and not is_home and (pack.fingerprint == self.model or pack.fingerprint.is_edit_of(self.model))
-
     def _steered(self, prompt: Prompt, request: Request) -> tuple[Region, ...]:
         """The steered regions of `prompt`. Checks their steerings against the model and warns of too strong ones."""
-        steering = None
-        if request.steering is not None:
-            steering = as_steering(request.steering, with_knowledge=bool(prompt.spans))
+        steering = as_steering(request.steering, with_knowledge=bool(prompt.spans))
         steered = plan_steered(prompt, steering, request.scope)
         for part_steering in (part.steering for region in steered for part in region.parts):
             if part_steering is not None:
@@ -183,11 +179,10 @@ class Planner:
         if pack.fingerprint != self.model or pack.prefix == key.prefix:
             return span
         stored = view.peek(Handle.parse(span.handle), key)
-        if stored is None or not key.fits(stored) or not stored.stored_bytes:
-            return span
-        if stored.token_ids != prompt.token_ids[span.start : span.stop]:
-            return span
-        return replace(span, reference=replace(span.reference, pack=stored))
+        if stored is not None and key.fits(stored) and stored.stored_bytes:
+            there = replace(span, reference=replace(span.reference, pack=stored))
+            return there if all(_stands(there, prompt)) else span
+        return span
 
     def _compiled(self, span: Span, prompt: Prompt) -> tuple[KnowledgePack, Plan]:
         """The pack of `span` as compiled for its position, without KV, and the plan that computes its KV."""

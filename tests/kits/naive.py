@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
-from kp_core.plan.composer import Composer, Host, Move, moves
+from kp_core.plan.composer import Composer, Host, Move
 from kp_core.plan.region import Region
 from kp_core.prompt.prompt import Prompt, Span
 
@@ -24,7 +24,9 @@ class NaiveComposer(Composer):
 
     def fill(self, region: Region, packs: Sequence[KnowledgePack], room: KVTensors, move: Move) -> Sequence[int]:
         """Copies the packs' KV."""
-        for kv, _, place in moves(region, packs, room):
+
+        def copy(kv: KVTensors, _: int, place: KVTensors) -> None:
             for tensor, target in zip((*kv.keys, *kv.values), (*place.keys, *place.values), strict=True):
                 target.copy_(tensor)
-        return ()
+
+        return super().fill(region, packs, room, copy)
