@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
 
@@ -336,25 +337,43 @@ class ChatTemplate:
 
     def _written(self) -> str:
         """Return all literal text of the template, or of all templates if there are several."""
-        from kp_core.prompt.sandbox import literals
-
         source = self._tokenizer.chat_template
         try:
-            return "".join(map(literals, [source] if isinstance(source, str) else source.values()))
+            return "".join(map(_literals, [source] if isinstance(source, str) else source.values()))
         except Exception as error:
             raise PromptError(f"The chat template is no template of Jinja: {error}") from error
 
     def _render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-        from kp_core.prompt.sandbox import render  # Loads Jinja only when something is rendered.
-
         variables = {"tools": None, "documents": None, **self._options, **options}
         tokens = getattr(self._tokenizer, "special_tokens_map", {})
         try:
             source = self._tokenizer.get_chat_template(tools=variables["tools"])
-            return render(source, {**tokens, "messages": messages, **variables})
+            return str(_compiled(source).render({**tokens, "messages": messages, **variables}))
         except Exception as error:
             roles = ", ".join(message["role"] for message in messages)
             raise PromptError(f"The chat template refused a conversation of [{roles}]: {error}") from error
+
+
+def _compiled(source: str) -> Any:  # noqa: ANN401 - a template of Jinja
+    """A chat template, which is code that comes with a model, in the sandbox of transformers.
+
+    It limits what the template reaches, neither its time nor its memory.
+    """
+    # Loads Jinja only when something is rendered.
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template(source)
+
+
+@lru_cache
+def _literals(source: str) -> str:
+    """All literal text of a template, joined by null characters."""
+    from jinja2 import nodes
+
+    tree = _compiled(source).environment.parse(source)
+    texts = {node.data for node in tree.find_all(nodes.TemplateData)}
+    texts |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return "\0".join(sorted(texts))
 
 
 def _replaced(inputs: _Inputs, old: str, new: str) -> _Inputs:

@@ -23,7 +23,7 @@ from kp_core.plan.request import Request
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.template import ChatTemplate
 from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader, Tool, ToolCall
-from kp_core.tools.logprobs import BYTE_TOKEN, TokenLogprob, scored_token, token_bytes
+from kp_core.tools.base import BYTE_TOKEN, TokenLogprob, scored_token, token_bytes
 
 _MAYBE_HANDLE = re.compile(
     r"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt])|(?<=/[a-z2-7]{21}))(?:kp:[a-z0-9_-]{1,64}/[a-z2-7]{21})*"

@@ -3,7 +3,7 @@
 from typing import NoReturn
 
 from kp_core.errors import no_attribute
-from kp_core.steering.presets import preset, preset_about, preset_names
+from kp_core.steering.contrast import preset, preset_about, preset_names
 from kp_core.steering.value import (
     AskedSteering,
     LayerRange,

@@ -1,10 +1,13 @@
-"""Makes a steering from contrastive pairs."""
+"""Makes a steering from contrastive pairs, and has some: the presets."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from functools import cache
+from importlib.resources import files
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -104,3 +107,30 @@ def _means(kv: KVTensors, method: Method) -> list[tuple[Tensor, Tensor, float]]:
         norm = value.double().square().sum(dim=(0, 2)).sqrt().mean()
         means.append((key.double().mean(dim=1), value.double().mean(dim=1), float(norm)))
     return means
+
+
+@cache
+def preset_names() -> tuple[str, ...]:
+    """Names of all presets, sorted."""
+    entries = (files("kp_core") / "presets").iterdir()
+    return tuple(sorted(entry.name.removesuffix(".json") for entry in entries if entry.name.endswith(".json")))
+
+
+def preset_about(name: str) -> str:
+    """Short description of what a preset steers towards and away from; raises as `preset`."""
+    return str(_read(name)["about"])
+
+
+def preset(name: str) -> tuple[tuple[str, str], ...]:
+    """The (positive, negative) pairs of a preset, for `engine.make_steering`; at least 24.
+
+    The preset is named after the positive side. Raises `OptionError` for an unknown name.
+    """
+    return tuple((positive, negative) for positive, negative in _read(name)["pairs"])
+
+
+def _read(name: str) -> dict[str, Any]:
+    if name not in preset_names():
+        raise OptionError(f"Got the preset {name!r}; expected one of {', '.join(preset_names())}.")
+    content: dict[str, Any] = json.loads((files("kp_core") / "presets" / f"{name}.json").read_text(encoding="utf-8"))
+    return content

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from kp_core import PackStore, Session, bundled_model
 from kp_core.errors import OptionError, UnsupportedRequestError
-from kp_core.tools.logprobs import scored_token, token_bytes
+from kp_core.tools.base import scored_token, token_bytes
 from tests.conftest import roomy_engine, tiny_engine
 from tests.kits import tiny_model, tiny_tokenizer
 from tests.parity.test_seams import FixedEngine

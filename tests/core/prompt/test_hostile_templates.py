@@ -7,7 +7,7 @@ import pytest
 from kp_core import ChatTemplate, Fact, PackStore
 from kp_core.banks.compiling import compile_facts
 from kp_core.errors import PromptError
-from kp_core.prompt.sandbox import render
+from kp_core.prompt.template import _compiled
 from tests.conftest import tiny_engine
 from tests.core.prompt.test_control_tokens import controls
 from tests.core.prompt.test_template import HANDLE, TEMPLATES, Packs
@@ -22,7 +22,7 @@ ESCAPES += ["{{ dict.__class__.__base__ }}", "{% set n = namespace(__class__=1) 
 @pytest.mark.parametrize("source", ESCAPES)
 def test_a_template_does_not_get_out(source):
     with pytest.raises(Exception, match=r"unsafe|undefined|underscore"):
-        render(source, {"messages": []})
+        _compiled(source).render({"messages": []})
 
 
 def test_what_is_no_template_is_refused_at_load():
@@ -37,7 +37,7 @@ def test_templates_give_what_they_give_elsewhere(kind):
     expected = tokenizer.apply_chat_template(conversation, tokenize=False, date_string="1 May")
     options = {"date_string": "1 May", "add_generation_prompt": False, "tools": None, "documents": None}
     given = {**tokenizer.special_tokens_map, "messages": conversation, **options}
-    assert render(tokenizer.chat_template, given) == expected
+    assert _compiled(tokenizer.chat_template).render(given) == expected
 
 
 FEATURES = (
@@ -58,7 +58,7 @@ def test_everything_that_templates_use_works_as_elsewhere():
     conversation = [{"role": role, "content": f"{role}é"} for role in ("user", "assistant", "user")]
     given = {"messages": conversation, "add_generation_prompt": False, "tools": None, "documents": None}
     expected = tokenizer.apply_chat_template(conversation, tokenize=False)
-    assert render(FEATURES, {**tokenizer.special_tokens_map, **given}) == expected
+    assert _compiled(FEATURES).render({**tokenizer.special_tokens_map, **given}) == expected
 
 
 CHANGES = {
