@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -12,7 +12,7 @@ from numbers import Real
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -403,17 +403,13 @@ def load_steering(path: str | Path) -> Steering:
     `Steering.check` tests at use whether it fits a model. Raises `OptionError` for a file that is damaged, of another
     kind or of another version, `FileNotFoundError` if there is none.
     """
-    return _steering(lambda: _ENVELOPE.load(path), str(path))
+    return steering_of(path)
 
 
-def steering_of(data: bytes, name: str = "What was sent") -> Steering:
-    """The inverse of `steering_bytes`; raises `OptionError`, which contains `name`, for any other bytes."""
-    return _steering(lambda: _ENVELOPE.read(data), name)
-
-
-def _steering(read: Callable[[], tuple[Any, dict[str, Tensor]]], file: str) -> Steering:
+def steering_of(source: bytes | str | Path) -> Steering:
+    """The inverse of `steering_bytes`, or the steering in a file; raises as `load_steering`."""
     try:
-        content, tensors = read()
+        content, tensors = _ENVELOPE.read(source) if isinstance(source, bytes) else _ENVELOPE.load(source)
         if {name: digest(tensor, is_forgeable=False) for name, tensor in tensors.items()} != content["tensors"]:
             raise PackCorruptError("The tensors do not match their digests.")
         deltas: dict[str, dict[int, Tensor]] = {"value": {}, "key": {}}
@@ -431,7 +427,8 @@ def _steering(read: Callable[[], tuple[Any, dict[str, Tensor]]], file: str) -> S
             {name: str(value) for name, value in content["provenance"].items()},
         )
     except (PackError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise OptionError(f"{file} is no intact steering: {error} Make it anew, or load another copy.") from error
+        name = "What was sent" if isinstance(source, bytes) else str(source)
+        raise OptionError(f"{name} is no intact steering: {error} Make it anew, or load another copy.") from error
 
 
 def _pair(numbers: list[float | None] | None) -> tuple[float, float] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 _PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -141,14 +141,7 @@ LLAMA3 = ToolFormat(
 )
 """Llama 3.1 and later: the bare JSON of the call, possibly after `<|python_tag|>`."""
 
-LLAMA4 = ToolFormat(
-    "llama4",
-    opening="",
-    between="; ",
-    closing="",
-    arguments_key="parameters",
-    markers=("<|python_start|>", "<|python_end|>"),
-)
+LLAMA4 = replace(LLAMA3, name="llama4", markers=("<|python_start|>", "<|python_end|>"))
 """Llama 4: as Llama 3, possibly between `<|python_start|>` and `<|python_end|>`."""
 
 MISTRAL = ToolFormat("mistral", opening="[TOOL_CALLS] [", between=", ", closing="]", markers=("[TOOL_CALLS]",))
@@ -194,30 +187,25 @@ DEEPSEEK_31 = ToolFormat(
 )
 """DeepSeek V3.1 and later."""
 
-GEMMA4 = ToolFormat(
-    "gemma4",
-    opening="<|tool_call>call:",
-    between="<tool_call|><|tool_call>call:",
-    closing="<tool_call|>",
-    separator="",
-    before="call:",
-    markers=("<|tool_call>", "<tool_call|>", '<|"|>'),
-    read=braced('<|"|>'),
-    ending="<tool_call|>",
-)
+
+def _gemma(name: str, begin: str, end: str, quote: str) -> ToolFormat:
+    return ToolFormat(
+        name,
+        opening=f"{begin}call:",
+        between=f"{end}{begin}call:",
+        closing=end,
+        separator="",
+        before="call:",
+        markers=(begin, end, quote),
+        read=braced(quote),
+        ending=end,
+    )
+
+
+GEMMA4 = _gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>')
 """Gemma 4: `call:name{key:value}`, with strings between `<|"|>`."""
 
-FUNCTION_GEMMA = ToolFormat(
-    "function-gemma",
-    opening="<start_function_call>call:",
-    between="<end_function_call><start_function_call>call:",
-    closing="<end_function_call>",
-    separator="",
-    before="call:",
-    markers=("<start_function_call>", "<end_function_call>", "<escape>"),
-    read=braced("<escape>"),
-    ending="<end_function_call>",
-)
+FUNCTION_GEMMA = _gemma("function-gemma", "<start_function_call>", "<end_function_call>", "<escape>")
 """FunctionGemma: as Gemma 4, with other marks."""
 
 HARMONY = ToolFormat(

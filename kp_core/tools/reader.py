@@ -62,20 +62,17 @@ class AnswerReader:
 
         An incomplete call is dropped, and so is an incomplete mark before a call if more than half of it is there.
         """
-        return [*self._certain(self._rest()), *self._untagged()]
-
-    def _rest(self) -> list[Delta]:
         deltas = self._run()
         if self._step == self._native:
             deltas += self._native(is_over=True)
         rest, self._buffer = self._buffer, ""
         if self._step == self._reasoning:
-            return [*deltas, *self._think(rest)]
-        if self._step in (self._begin, self._text):
+            deltas += self._think(rest)
+        elif self._step in (self._begin, self._text):
             if 2 * (begun := _begun(rest, self._trigger)) > len(self._trigger):
                 rest = rest[: len(rest) - begun].rstrip()
-            return [*deltas, *self._say(rest)]
-        return deltas
+            deltas += self._say(rest)
+        return [*self._certain(deltas), *self._untagged()]
 
     @property
     def _trigger(self) -> str:
