@@ -20,13 +20,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from kp_core import Generation, PackStore, PackView, Session
 from kp_core.errors import KnowledgePackError, OptionError, PackError
-from kp_core.packs.store import PackStore
-from kp_core.packs.view import PackView
 from kp_core.plan.composer import Composer, ExactComposer, Host, composer_of
 from kp_core.progress import bar_of
-from kp_core.session.reading import Generation
-from kp_core.session.session import Session
 
 logger = logging.getLogger(__name__)
 

@@ -14,18 +14,15 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Literal, TypeAlias, get_args
 
+from kp_core import KVTensors, Prompt, Region, Session, Span
 from kp_core.banks.base import Fact
 from kp_core.banks.delivery import Delivery
 from kp_core.errors import FactError, OptionError, PackError, UnsupportedRequestError
-from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import OVERWRITTEN
 from kp_core.packs.pack import Correction, Edit, Edits, KnowledgePack, common_length, root_of
 from kp_core.packs.view import PackRef
 from kp_core.plan.plan import Plan, plan_regions
-from kp_core.plan.region import Region
 from kp_core.plan.request import CompiledFor
-from kp_core.prompt.prompt import Prompt, Span
-from kp_core.session.session import Session
 from kp_methods.splice import SpliceComposer
 
 logger = logging.getLogger(__name__)

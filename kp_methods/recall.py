@@ -9,15 +9,14 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 
+from kp_core import Handle, Session
 from kp_core.banks.base import Fact, content_id
 from kp_core.banks.delivery import Delivery
 from kp_core.banks.store import FactStore
 from kp_core.errors import KnowledgePackError, PackNotFoundError
-from kp_core.packs.handle import Handle
 from kp_core.packs.view import PackRef, Packs, PackView
 from kp_core.plan.composer import composer_of
 from kp_core.prompt.conversation import GAP, Turn
-from kp_core.session.session import Session
 
 _NEAREST, _MOST = 20, 2
 _MET = 10_000  # Handles among which is searched; SQLite, and so Chroma, takes 32,766 values.

@@ -17,14 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kp_core import KnowledgePack, Plan, Region
 from kp_core.bundled import cache_directory
 from kp_core.errors import OptionError
 from kp_core.packs.blobs import replace_file
-from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef, PackView, Segment
 from kp_core.plan.composer import Arrangement, Host
-from kp_core.plan.plan import Plan
-from kp_core.plan.region import Region
 from kp_core.progress import bar_of
 from kp_core.prompt.conversation import GAP, Turn
 from kp_methods.calibration import MeasuredComposer, blob_key, calibrations_of

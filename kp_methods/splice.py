@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kp_core import Prompt, Span
 from kp_core.errors import PackError
 from kp_core.plan.composer import Host
-from kp_core.prompt.prompt import Prompt, Span
 from kp_methods.calibration import MeasuredComposer
 
 

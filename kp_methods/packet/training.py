@@ -24,15 +24,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from kp_core import KVTensors, Session
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.errors import OptionError, ShortTextError, UnsupportedRequestError
-from kp_core.kv import KVTensors
 from kp_core.packs.envelope import Envelope
 from kp_core.packs.view import PackRef
 from kp_core.progress import bar_of
 from kp_core.prompt.conversation import GAP, Turn
-from kp_core.session.session import Session
 from kp_methods.packet.composer import PacketComposer, read_signed, write_signed
 
 Documents = Sequence[tuple[str, str]]
