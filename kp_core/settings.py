@@ -73,7 +73,9 @@ class EngineSettings(BaseModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
 
-    engine: Session | None = Field(default=None, exclude=True, repr=False, description="A `Session` or an `Engine`.")
+    engine: Annotated[Session | None, BeforeValidator(lambda given: None if given is None else session_of(given))] = (
+        Field(default=None, exclude=True, repr=False, description="A `Session` or an `Engine`.")
+    )
     model: str | None = Field(
         default=None,
         validation_alias=AliasChoices("model", "model_name"),
@@ -92,11 +94,6 @@ class EngineSettings(BaseModel):
         default=tuple(sorted(TRUSTED_ROLES)),
         description="Roles whose messages may bring packs, by the framework's names (`human`) or the core's (`user`).",
     )
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _take_engine(cls, engine: Any) -> Session | None:  # noqa: ANN401 - what a caller gave
-        return None if engine is None else session_of(engine)
 
     @field_validator("store", mode="before")
     @classmethod
@@ -126,12 +123,8 @@ class EngineSettings(BaseModel):
     def _engine(self, model: str | None = None) -> Session:
         if self.engine is not None and model in (None, self.model_name):
             return self.engine
-        return shared_engine(model or self.model, *self._where)
-
-    @property
-    def _where(self) -> tuple[str | None, ...]:
         key = None if self.api_key is None or self.base_url is None else self.api_key.get_secret_value()
-        return self.dtype, self.device, self.base_url, key
+        return shared_engine(model or self.model, self.dtype, self.device, self.base_url, key)
 
 
 class ModelSettings(EngineSettings, _Options):  # type: ignore[misc]  # a table makes its fields

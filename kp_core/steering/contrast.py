@@ -32,8 +32,6 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
     *,
     method: Method = "mean",
     layers: LayerRange | None = None,
-    c_v: float = 1.0,
-    c_k: float | None = None,
     progress: bool = True,
 ) -> Steering:
     """A steering towards the positive sides of `pairs` and away from the negative ones.
@@ -43,13 +41,13 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
     `"last_token"` (arXiv 2507.08799): the mean over pairs of the difference in K (after RoPE) and in V at the second
     last token of the prompt, the last one in the cache when the model is about to answer.
 
-    `kv` computes the KV of tokens behind a prefix. Value deltas are multiplied by `c_v`, key deltas by `c_k` (default
-    1). `layers` is by default the middle third. Raises `OptionError` for pairs that are empty, one-sided or identical
-    once rendered, for layers that the model lacks, for an unknown method, and for `c_k` with `"mean"`.
+    `kv` computes the KV of tokens behind a prefix. `layers` is by default the middle third. Raises `OptionError` for
+    pairs that are empty, one-sided or identical once rendered, for layers that the model lacks, and for an unknown
+    method.
     """
     if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs:
         raise OptionError(f"Got {pairs!r} for pairs; {_ADVICE}")
-    check_method(method, keys=c_k is not None)
+    check_method(method, keys=False)
     sides = [side for index, pair in enumerate(pairs) for side in _sides(template, pair, index, method)]
     means: list[list[tuple[Tensor, Tensor, float]]] = []
     for side_kv in bar_of("Reading pairs", len(sides), "side", kv(sides), shown=progress):
@@ -63,7 +61,7 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
         )
         pairs_of_norms = zip(norms[::2], norms[1::2], strict=True)
         scales[layer] = sum(positive + negative for positive, negative in pairs_of_norms) / len(norms)
-    steering = Steering(
+    return Steering(
         value_deltas,
         model,
         method,
@@ -75,7 +73,6 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
             "transformers": importlib.metadata.version("transformers"),
         },
     )
-    return steering.scaled(c_v=c_v, c_k=1.0 if c_k is None else c_k)
 
 
 def _sides(template: ChatTemplate, pair: Pair, index: int, method: Method) -> tuple[_Side, _Side]:

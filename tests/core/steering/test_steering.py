@@ -183,7 +183,8 @@ def test_the_mean_steering_is_the_mean_difference_of_cached_values(architecture)
 
 def test_the_last_token_steering_holds_keys_and_values_of_one_position():
     engine, model = tiny_engine(), tiny_model("llama")
-    found = engine.make_steering(PAIRS[:1], method="last_token", layers=[1], c_k=0.5, c_v=2, progress=False)
+    found = engine.make_steering(PAIRS[:1], method="last_token", layers=[1], progress=False)
+    found = found.scaled(c_k=0.5, c_v=2)
 
     def last(text):
         prompt, cache = engine.template.render(text), DynamicCache()
@@ -238,10 +239,7 @@ def test_layers_that_are_none_of_the_model_are_refused(layers):
         ([([], "b")], {}, "Pair 0 has an empty side"),
         ([("a", "b"), ("the same", "the same")], {}, "pair 1 are the same"),
         (PAIRS, {"method": "median"}, "expected 'mean' or 'last_token'"),
-        (PAIRS, {"c_k": 1.0}, "RoPE rotates"),
         (PAIRS, {"layers": [7]}, "model of 2 layers"),
-        (PAIRS, {"c_v": float("nan")}, "c_v=nan"),
-        (PAIRS, {"method": "last_token", "c_k": float("inf")}, "c_k=inf"),
     ],
 )
 def test_pairs_that_say_nothing_are_refused(pairs, settings, says):
@@ -339,6 +337,9 @@ def test_algebra_refuses_what_does_not_belong_together():
         one / 0
     with pytest.raises(OptionError, match="finite"):
         one * float("inf")
+    for wrong in ({"c_v": float("nan")}, {"c_k": float("inf")}):
+        with pytest.raises(OptionError, match="finite"):
+            replace(one, method="last_token", keys=one.values).scaled(**wrong)
     with pytest.raises(OptionError, match="not finite"):
         one * 1e30 * 1e30
     with pytest.raises(OptionError, match="no scale"):
