@@ -112,16 +112,16 @@ class EntryFile:
     """
 
     entry: Entry
-    dtype: str
-    """The dtype of keys and values."""
+    dtypes: tuple[str, ...]
+    """The dtype of each tensor; keys and values share one."""
     shapes: tuple[tuple[int, ...], ...]
     """`(kv_heads, tokens, head_dim)` for keys and values; states have any shape."""
     digests: tuple[str, ...]
     """XXH3 finds damage; of a file with a MAC they are BLAKE2b, which nobody can forge."""
+    states: int = 0
+    """How many of the tensors are states."""
     stored: tuple[int, ...] = ()
     """If the file is compressed: the bytes of each tensor in it."""
-    states: tuple[str, ...] = ()
-    """The dtype of each state."""
     mac: str = ""
     """HMAC-SHA-256 with the key of the server that wrote it, over everything in the header."""
     head: bytes = b""
@@ -132,12 +132,12 @@ class EntryFile:
     @property
     def names(self) -> list[str]:
         """The names of the tensors, in file order."""
-        return _names(len(self.shapes), len(self.states))
+        return _names(len(self.shapes), self.states)
 
     @property
     def layers(self) -> int:
         """The number of layers."""
-        return (len(self.shapes) - len(self.states)) // 2
+        return (len(self.shapes) - self.states) // 2
 
     @property
     def compression(self) -> Compression:
@@ -145,9 +145,10 @@ class EntryFile:
         return "lossless" if self.stored else "none"
 
     @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The dtype name of each tensor."""
-        return (self.dtype,) * (len(self.shapes) - len(self.states)) + self.states
+    def decoded(self) -> tuple[int, ...]:
+        """The bytes of each tensor without compression."""
+        layouts = zip(self.shapes, self.dtypes, strict=True)
+        return tuple(prod(shape) * _dtype(dtype).itemsize for shape, dtype in layouts)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -163,12 +164,6 @@ class EntryFile:
         """Yield the bytes of the file, in order, without copying tensors."""
         yield self.head
         yield from self.tensors
-
-    @property
-    def decoded(self) -> tuple[int, ...]:
-        """The bytes of each tensor without compression."""
-        layouts = zip(self.shapes, self.dtypes, strict=True)
-        return tuple(prod(shape) * _dtype(dtype).itemsize for shape, dtype in layouts)
 
     def tensor(self, index: int, into: Buffer | None = None) -> Tensor:
         """Return one tensor, on the CPU, decompressed `into` memory; otherwise it shares the memory of its bytes.
@@ -195,7 +190,7 @@ class EntryFile:
         memory = new_memory(sum(self.decoded) if self.stored else 0).data
         places = [memory[start:stop] for start, stop in pairwise(accumulate(self.decoded, initial=0))]
         tensors = in_threads(lambda index: self.tensor(index, places[index]), range(len(places)), self.nbytes)
-        stop = len(tensors) - len(self.states)
+        stop = len(tensors) - self.states
         return KVTensors(tuple(tensors[:stop:2]), tuple(tensors[1:stop:2]), tuple(tensors[stop:]))
 
     def read_into(self, room: KVTensors, file: FileIO) -> bool:
@@ -226,11 +221,10 @@ class EntryFile:
 
     def entries(self) -> dict[str, object]:
         """Return the tensor entries of the safetensors header; a compressed tensor is listed as bytes."""
-        sizes = self.sizes
-        if self.stored:
-            return header_entries((name, "U8", [size], size) for name, size in zip(self.names, sizes, strict=True))
-        tensors = zip(self.names, self.dtypes, self.shapes, sizes, strict=True)
-        return header_entries((name, DTYPES[dtype], shape, size) for name, dtype, shape, size in tensors)
+        forms = [("U8", (size,)) for size in self.stored]
+        forms = forms or [(DTYPES[dtype], shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True)]
+        named = zip(self.names, forms, self.sizes, strict=True)
+        return header_entries((name, *form, size) for name, form, size in named)
 
 
 def encode_entry(
@@ -245,7 +239,7 @@ def encode_entry(
         raise PackError(f"Got KV of {kv.tokens} tokens for an entry of {len(entry.token_ids)}.")
     halves = chain.from_iterable(zip(kv.keys, kv.values, strict=True))
     tensors = [tensor.detach().cpu().contiguous() for tensor in (*halves, *kv.states)]
-    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
     buffers, stored = list(map(raw, tensors)), tuple[int, ...]()
     # `_check` refuses other dtypes below.
     if compression != "none" and set(dtypes) <= set(DTYPES):
@@ -253,8 +247,7 @@ def encode_entry(
         stored = tuple(map(len, buffers))
     digests = in_threads(lambda tensor: digest(tensor, is_forgeable=seal is None), tensors, kv.nbytes)
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    of_states = tuple(dtypes[len(dtypes) - len(kv.states) :])
-    file = EntryFile(entry, dtypes[0], shapes, tuple(digests), stored, of_states, tensors=tuple(buffers))
+    file = EntryFile(entry, dtypes, shapes, tuple(digests), len(kv.states), stored, tensors=tuple(buffers))
     try:
         file = file if seal is None else replace(file, mac=_mac(file, seal))
         metadata = _to_json(file)
@@ -292,26 +285,22 @@ def open_entry(data: Buffer) -> EntryFile:
 def _content(file: EntryFile) -> dict[str, object]:
     """What the header says of the entry, without its MAC. Raises `PackCorruptError` for what it cannot hold."""
     _check(file)
-    entry, names = file.entry, file.names
-    tensors: dict[str, dict[str, object]] = {
-        name: {"digest": digest, "shape": shape}
-        for name, digest, shape in zip(names, file.digests, file.shapes, strict=True)
-    }
-    for name, dtype in zip(names[len(names) - len(file.states) :], file.states, strict=True):
-        tensors[name]["dtype"] = dtype
-    for name, stored in zip(names, file.stored, strict=False):
-        tensors[name]["stored"] = stored
+    entry, tensors = file.entry, dict[str, dict[str, object]]()
+    for at, (name, dtype) in enumerate(zip(file.names, file.dtypes, strict=True)):
+        of_states = {"dtype": dtype} if name.startswith(_STATE) else {}
+        of_compressed = {"stored": file.stored[at]} if file.stored else {}
+        tensors[name] = {"digest": file.digests[at], "shape": file.shapes[at], **of_states, **of_compressed}
     return {
         "at": entry.at,
         "before": entry.before,
         "begins": entry.begins,
         "compression": file.compression,
-        "dtype": file.dtype,
+        "dtype": file.dtypes[0],
         "fingerprint": entry.model.to_dict(),
         "label": entry.label,
         "layers": file.layers,
         "owners": sorted(entry.owners),
-        "states": len(file.states),
+        "states": file.states,
         "tensors": tensors,
         "token_ids": entry.token_ids,
     }
@@ -338,11 +327,11 @@ def _from_json(text: str) -> EntryFile:
         tensors = [data["tensors"][name] for name in names]
         file = EntryFile(
             entry,
-            data["dtype"],
+            tuple(tensor.get("dtype", data["dtype"]) for tensor in tensors),
             tuple(tuple(tensor["shape"]) for tensor in tensors),
             tuple(tensor["digest"] for tensor in tensors),
+            data["states"],
             tuple(tensor["stored"] for tensor in tensors) if data["compression"] != "none" else (),
-            tuple(data["tensors"][name]["dtype"] for name in names if name.startswith(_STATE)),
             data["mac"],
         )
         # This also finds missing, repeated or reordered names and counts that disagree.
@@ -355,16 +344,14 @@ def _from_json(text: str) -> EntryFile:
 
 def _check(file: EntryFile) -> None:
     entry, tokens = file.entry, len(file.entry.token_ids)
-    shapes = file.shapes[: len(file.shapes) - len(file.states)]
+    shapes = file.shapes[: len(file.shapes) - file.states]
     for text in (entry.before, entry.label, file.mac, *entry.model.to_dict().values(), *file.digests):
         string(text, "entry")
     _ = entry.key, entry.namespaces  # Raises for owners that are neither handles nor namespaces.
     begins = () if entry.begins is None else (entry.begins,)
     check_integers(chain((entry.at, *begins), entry.token_ids, *file.shapes, file.stored))
-    if not shapes or not {file.dtype, *file.states} <= set(DTYPES):
-        raise PackCorruptError(
-            f"Got {len(shapes)} tensors of {file.dtype!r} and {file.states}; expected {set(DTYPES)}."
-        )
+    if not shapes or not set(file.dtypes) <= set(DTYPES):
+        raise PackCorruptError(f"Got {len(shapes)} tensors of {set(file.dtypes)}; expected {set(DTYPES)}.")
     if any(len(shape) != 3 or shape[1] != tokens for shape in shapes):
         raise PackCorruptError(f"Got the shapes {shapes}; expected (kv_heads, {tokens}, head_dim).")
     if [shape[0] for shape in shapes[::2]] != [shape[0] for shape in shapes[1::2]]:
@@ -375,8 +362,8 @@ def _check(file: EntryFile) -> None:
             raise PackCorruptError(f"Got {stored} bytes for a tensor of {size}.")
 
 
-def _names(count: int, states: int = 0) -> list[str]:
-    """Return the names of `count` tensors in file order, the last `states` of them states; raises `ValueError`."""
+def _names(count: int, states: int) -> list[str]:
+    """Return the names of `count` tensors in file order, the last `states` of them states."""
     if type(states) is not int or not 0 <= states <= count:
         raise ValueError(f"Got {states!r} states among {count} tensors.")
     kv = [f"layers.{index // 2}.{'value' if index % 2 else 'key'}" for index in range(count - states)]
