@@ -265,7 +265,7 @@ def read_header(data: Buffer, size: int | None = None) -> EntryFile:
     """
     size = len(data) if size is None else size
     head = bytes(data[: header_stop(data, size)])
-    metadata, entries = _ENVELOPE.read_head(head)
+    metadata, entries, _ = _ENVELOPE.read_head(head)
     file = replace(_from_json(metadata), head=head)
     if entries != file.entries():
         raise PackCorruptError("The tensors of the header are not those of the metadata.")

@@ -53,13 +53,28 @@ class Envelope:
         header += b" " * (-(8 + len(header)) % _ALIGNMENT)
         return len(header).to_bytes(8, "little") + header
 
-    def read_head(self, head: bytes) -> tuple[str, dict[str, object]]:
-        """Check a `head` and return JSON text and tensor entries, for files whose digest covers the JSON.
+    def read_head(self, head: bytes, whole: bytes = b"") -> tuple[str, dict[str, object], dict[str, Tensor]]:
+        """Check a `head` and return JSON text, tensor entries, and the tensors of the `whole` file, if given.
 
-        Raises `PackCorruptError` for damaged metadata, `PackError` for intact ones of another version.
+        Raises `PackCorruptError` for damage, `PackError` for an intact file of another version.
         """
-        metadata, entries = self._metadata(head)
-        return self._checked(metadata, {}), entries
+        entries = mapping(from_json(head[8:]), "header")
+        metadata = mapping(entries.pop("__metadata__", None), "__metadata__")
+        if set(metadata) != {"format", "version", "digest", self.content} or metadata["format"] != self.format:
+            raise PackCorruptError(f"Got the metadata {sorted(metadata)}; expected those of a {self.format!r}.")
+        try:
+            tensors: dict[str, Tensor] = safetensors.torch.load(whole) if whole else {}
+        except (SafetensorError, KeyError) as error:  # A dtype that torch lacks is a `KeyError`.
+            raise PackCorruptError(f"The tensors cannot be read: {error}.") from error
+        version, text = string(metadata["version"], "version"), string(metadata[self.content], self.content)
+        if metadata["digest"] != self._digest(version, text, tensors):
+            raise PackCorruptError("The metadata do not match their digest.")
+        if version != self.version:
+            raise PackError(
+                f"Got a file of version {version!r} of the format {self.format!r}; this release reads version "
+                f"{self.version!r}. {self.advice}"
+            )
+        return text, entries, tensors
 
     def write(self, content: Mapping[str, object], tensors: Mapping[str, Tensor]) -> bytes:
         """Return the file of `content`, as canonical JSON, and `tensors`; equal input gives equal bytes."""
@@ -75,12 +90,8 @@ class Envelope:
 
         Raises `PackCorruptError` and `PackError` as `read_head`.
         """
-        metadata, _ = self._metadata(data[: header_stop(data, len(data))])
-        try:
-            tensors: dict[str, Tensor] = safetensors.torch.load(data)
-        except (SafetensorError, KeyError) as error:  # A dtype that torch lacks is a `KeyError`.
-            raise PackCorruptError(f"The tensors cannot be read: {error}.") from error
-        return from_json(self._checked(metadata, tensors).encode()), tensors
+        text, _, tensors = self.read_head(data[: header_stop(data, len(data))], data)
+        return from_json(text.encode()), tensors
 
     def save(self, path: str | Path, content: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Path:
         """Save the output of `write` as `path` and replace what is there; the file appears whole or not at all."""
@@ -94,25 +105,6 @@ class Envelope:
         if (size := file.stat().st_size) > _LARGEST_FILE:
             raise PackCorruptError(f"It has {size} bytes; expected at most {_LARGEST_FILE}.")
         return self.read(file.read_bytes())
-
-    def _metadata(self, head: bytes) -> tuple[dict[str, object], dict[str, object]]:
-        """Return the metadata, of which only the names are checked, and the tensor entries."""
-        entries = mapping(from_json(head[8:]), "header")
-        metadata = mapping(entries.pop("__metadata__", None), "__metadata__")
-        if set(metadata) != {"format", "version", "digest", self.content} or metadata["format"] != self.format:
-            raise PackCorruptError(f"Got the metadata {sorted(metadata)}; expected those of a {self.format!r}.")
-        return metadata, entries
-
-    def _checked(self, metadata: Mapping[str, object], tensors: Mapping[str, Tensor]) -> str:
-        version, text = string(metadata["version"], "version"), string(metadata[self.content], self.content)
-        if metadata["digest"] != self._digest(version, text, tensors):
-            raise PackCorruptError("The metadata do not match their digest.")
-        if version != self.version:
-            raise PackError(
-                f"Got a file of version {version!r} of the format {self.format!r}; this release reads version "
-                f"{self.version!r}. {self.advice}"
-            )
-        return text
 
     def _digest(self, version: str, text: str, tensors: Mapping[str, Tensor]) -> str:
         digest = blake2b(f"{version}\n{text}".encode(), digest_size=16)

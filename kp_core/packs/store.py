@@ -26,7 +26,7 @@ from kp_core.errors import (
 )
 from kp_core.events import log_event
 from kp_core.kv import KVTensors
-from kp_core.packs.blobs import Blobs, BlobStat, FolderBlobs
+from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs
 from kp_core.packs.codec import Compression
 from kp_core.packs.entry import Entry, EntryFile, encode_entry, open_entry, read_header
 from kp_core.packs.envelope import header_stop
@@ -157,9 +157,9 @@ class PackStore(Packs):
         """As `Packs.removals`."""
         return self._removed(namespace, self.changes)
 
-    def note_change(self) -> None:
-        """Change the token that tells all processes that packs were added or removed."""
-        self.blobs.write("changes", [os.urandom(8)])
+    def _mark(self, key: str) -> None:
+        """Change a token that tells all processes what happened."""
+        self.blobs.write(key, [os.urandom(8)])
 
     @property
     def nbytes(self) -> int:
@@ -205,14 +205,12 @@ class PackStore(Packs):
             if text != stored:
                 self.blobs.write(text_key, [text])
             if file:
-                self.blobs.write(entry.key, file.chunks())
-                if self.blobs.stat(text_key) is None:  # The pack was removed in between.
-                    self.blobs.delete(entry.key)
+                self._publish(file)
         self._uses.note(entry.key if pack.kv else text_key)
         if not stored:
             self.blobs.delete(_buried_key(handle))
         if text != stored:
-            self.note_change()
+            self._mark("changes")
         return handle
 
     def bury(self, handle: Handle, successor: Handle | None = None) -> None:
@@ -324,9 +322,10 @@ class PackStore(Packs):
     def entries(self, handle: Handle) -> Iterator[KnowledgePack]:
         """Yield the pack without KV for each model and prefix that it was put with, the first one first."""
         for pack in self.compiled(handle):
-            if found := self.peek(handle, pack.key):
-                file = self.head(self._entry(handle, pack)) if found.stored_bytes else None
-                yield replace(found, compression=file.compression) if file else found
+            entry = self._entry(handle, pack)
+            stat, file = self._stat(entry), self.head(entry)
+            known = {"compression": file.compression, "stored_bytes": stat.size} if stat and file else {}
+            yield replace(pack, **known)
 
     def handles(self, namespace: str | None = None) -> Iterator[Handle]:
         """Return the handles of all packs, or of one namespace, sorted."""
@@ -354,8 +353,8 @@ class PackStore(Packs):
         deleted = [self.blobs.delete(key) for key in (*self._beside(handle), _text_key(handle))]
         if not any(deleted):
             raise PackNotFoundError(f"{self.blobs} has no pack {handle} to remove.")
-        self.blobs.write(_removed_key(handle.namespace), [os.urandom(8)])
-        self.note_change()
+        self._mark(f"removed/{handle.namespace}")
+        self._mark("changes")
         self._drop(str(handle))
         for key in self._beside(handle):
             self.blobs.delete(key)
@@ -412,13 +411,17 @@ class PackStore(Packs):
         if not self._may_open(entry, namespaces):
             return None
         try:
-            file = _read_into(room, self.blobs, entry) if room else _read_file(self.blobs, entry.key)
+            if room:
+                file = _read_into(room, self.blobs, entry)
+            else:
+                file = _own(open_entry(self.blobs.read(entry.key)), entry.key)
         except FileNotFoundError:
             return None
         except OSError as error:
             if not self.blobs.is_far:
                 raise
-            logger.warning("KV of %s is out of reach, and is computed from its text: %s", _names(entry), error)
+            names = ", ".join(sorted(entry.owners))
+            logger.warning("KV of %s is out of reach, and is computed from its text: %s", names, error)
             return None
         except PackError as error:
             self.discard(entry, error)
@@ -456,7 +459,7 @@ class PackStore(Packs):
                 self.blobs.delete(entry.key)
             except OSError:
                 what = "is damaged, stays as it is, and is computed from its text"
-        logger.warning("KV of %s %s: %s", _names(entry), what, damage)
+        logger.warning("KV of %s %s: %s", ", ".join(sorted(entry.owners)), what, damage)
 
     def write(self, entry: Entry, kv: KVTensors, compression: Compression = "lossless") -> bool:
         """Store `kv` for `entry`; `False` if there is no room, or if one of its owners is gone.
@@ -468,15 +471,20 @@ class PackStore(Packs):
             is_news = self._is_news(file)
             if not self._may_write(entry) or (is_news and not self._make_room({entry.key}, file.nbytes)):
                 return False
-            if is_news:
-                self.blobs.write(entry.key, file.chunks())
+            if is_news and not self._publish(file):
+                return False
         self._uses.note(entry.key)
-        if not self._may_write(entry):  # A pack was removed or a namespace forgotten meanwhile.
-            self.blobs.delete(entry.key)
-            return False
         if is_news and entry.key.startswith("packs/"):
-            self.note_change()
+            self._mark("changes")
         return True
+
+    def _publish(self, file: EntryFile) -> bool:
+        """Write a file; `False` if a pack was removed or a namespace forgotten meanwhile, and it was deleted again."""
+        self.blobs.write(file.entry.key, file.chunks())
+        may_stay = self._may_write(file.entry)
+        if not may_stay:
+            self.blobs.delete(file.entry.key)
+        return may_stay
 
     def head(self, entry: Entry) -> EntryFile | None:
         """Return what the header of the file of `entry` says, cached by version; `None` if there is none to be read."""
@@ -497,7 +505,7 @@ class PackStore(Packs):
         number of entries. Engines keep what they have in memory until `clear_cache`.
         """
         # First the mark: what waits to be written, in any process, sees it before it is written or right behind.
-        self.blobs.write(_forgotten_key(check_namespace(namespace)), [os.urandom(8)])
+        self._mark(f"forgotten/{check_namespace(namespace)}")
         return self._drop(namespace)
 
     def _drop(self, owner: str) -> int:
@@ -541,7 +549,7 @@ class PackStore(Packs):
         # The times of files lag behind the clock by a tick of the kernel; object storage rounds to seconds.
         planned = entry.planned - _TICK_S if isinstance(self.blobs, FolderBlobs) else int(entry.planned)
         spaces = entry.namespaces if entry.key.startswith(_BEHIND) else ()
-        marks = (self.blobs.stat(_forgotten_key(namespace)) for namespace in spaces)
+        marks = (self.blobs.stat(f"forgotten/{namespace}") for namespace in spaces)
         return all(handle in self for handle in entry.handles) and not any(
             mark and mark.modified >= planned for mark in marks
         )
@@ -638,27 +646,26 @@ def _read_text(
 
 
 def _last_removal(blobs: Blobs, namespace: str, _changes: str) -> str | None:
-    stat = blobs.stat(_removed_key(namespace))
+    stat = blobs.stat(f"removed/{namespace}")
     return None if stat is None else stat.version
 
 
 def _read_head(blobs: Blobs, key: str, _version: str) -> EntryFile:
     """Read the header of a file; raises `FileNotFoundError`, and as `read_header`."""
-    while True:
-        stat = blobs.stat(key)
-        if stat is None:
-            raise FileNotFoundError(key)
+    while stat := blobs.stat(key):
         try:
-            data = blobs.read(key, 0, _HEAD_BYTES)
-            stop = header_stop(data, stat.size)
-            return _own(read_header(data if stop <= len(data) else blobs.read(key, 0, stop), stat.size), key)
+            return _header(partial(blobs.read, key, 0), key, stat.size)
         except PackCorruptError:
             if blobs.stat(key) == stat:  # Otherwise another writer replaced it in between.
                 raise
+    raise FileNotFoundError(key)
 
 
-def _read_file(blobs: Blobs, key: str) -> EntryFile:
-    return _own(open_entry(blobs.read(key)), key)
+def _header(read: Callable[[int], Buffer], key: str, size: int) -> EntryFile:
+    """Return what the header of a file of `size` bytes says; `read` returns that many of its first bytes."""
+    data = read(_HEAD_BYTES)
+    stop = header_stop(data, size)
+    return _own(read_header(data if stop <= len(data) else read(stop), size), key)
 
 
 def _read_into(room: KVTensors, blobs: Blobs, entry: Entry) -> EntryFile | None:
@@ -666,10 +673,8 @@ def _read_into(room: KVTensors, blobs: Blobs, entry: Entry) -> EntryFile | None:
     if not isinstance(blobs, FolderBlobs):
         return None
     with blobs.open(entry.key) as opened:
-        size = os.fstat(opened.fileno()).st_size
-        data = os.pread(opened.fileno(), _HEAD_BYTES, 0)
-        stop = header_stop(data, size)
-        file = _own(read_header(data if stop <= len(data) else os.pread(opened.fileno(), stop, 0), size), entry.key)
+        number = opened.fileno()
+        file = _header(lambda count: os.pread(number, count, 0), entry.key, os.fstat(number).st_size)
         return file if file.entry.token_ids == entry.token_ids and file.read_into(room, opened) else None
 
 
@@ -680,24 +685,12 @@ def _own(file: EntryFile, key: str) -> EntryFile:
     return file
 
 
-def _names(entry: Entry) -> str:
-    return ", ".join(sorted(entry.owners))
-
-
 def _text_key(handle: Handle) -> str:
     return f"packs/{handle.namespace}/{handle.id[:2]}/{handle.id}.txt"
 
 
 def _buried_key(handle: Handle) -> str:
     return f"deleted/{handle.namespace}/{handle.id[:2]}/{handle.id}"
-
-
-def _removed_key(namespace: str) -> str:
-    return f"removed/{namespace}"
-
-
-def _forgotten_key(namespace: str) -> str:
-    return f"forgotten/{namespace}"
 
 
 def _handle_of(key: str) -> Handle | None:

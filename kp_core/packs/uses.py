@@ -34,18 +34,16 @@ class LastUse:
 
     def times(self) -> dict[str, float]:
         """Return the last use of each name by any process, as far as written, in seconds since 1970."""
-        known = {name: used_at for name, used_at in self._written().items() if isinstance(used_at, float)}
+        written: dict[str, object] = {}
+        with suppress(FileNotFoundError, PackCorruptError):
+            written = mapping(from_json(bytes(self._blobs.read("used"))), "used")
+        known = {name: used_at for name, used_at in written.items() if isinstance(used_at, float)}
         for name, used_at in self._times.copy().items():  # Other threads note meanwhile.
             known[name] = max(used_at, known.get(name, used_at))
         if len(known) > _MOST_NAMES:
             known = dict(sorted(known.items(), key=lambda item: item[1])[-_MOST_NAMES:])
             self._times = known.copy()
         return known
-
-    def _written(self) -> dict[str, object]:
-        with suppress(FileNotFoundError, PackCorruptError):
-            return mapping(from_json(bytes(self._blobs.read("used"))), "used")
-        return {}
 
     def flush(self) -> None:
         """Write the recorded times, unless the store is read-only or gone."""
