@@ -65,7 +65,7 @@ class Fact:
         plain = {key: _plain(f"metadata {key!r}", value) for key, value in self.metadata.items()}
         object.__setattr__(self, "metadata", MappingProxyType(plain))
         if not self.id:
-            object.__setattr__(self, "id", self._default_id)
+            object.__setattr__(self, "id", content_id(self.text, self.namespace, self.source))
 
     def moved(self, namespace: str | None) -> Fact:
         """Return the fact in `namespace`; unchanged if that is `None` or if the fact's namespace is not `default`."""
@@ -76,11 +76,7 @@ class Fact:
     @property
     def is_named(self) -> bool:
         """Whether the id was given, and is not the default one."""
-        return self.id != self._default_id
-
-    @property
-    def _default_id(self) -> str:
-        return content_id(self.text, self.namespace, self.source)
+        return self.id != content_id(self.text, self.namespace, self.source)
 
     @cached_property
     def digest(self) -> str:

@@ -170,19 +170,12 @@ def compile_cost(
     began = time.perf_counter()
     packs = list(session.build_packs(timed, lazy=lazy, compress=compress, progress=False))
     seconds = (time.perf_counter() - began) * sum(map(len, texts)) / max(1, sum(map(len, timed)))
-    stored = sum(_size(pack) for pack in packs)
+    stored, any_handle = 0, Handle("default", "a" * 21)
+    for pack in packs:
+        entry = Entry.of_pack(any_handle, pack.fingerprint, pack.prefix, pack.token_ids)
+        stored += 0 if pack.kv is None else encode_entry(entry, pack.kv, pack.compression).nbytes
     kv = stored / max(1, sum(len(pack.token_ids) for pack in packs))
     return tokens, round(nbytes + kv * tokens), seconds
-
-
-def _size(pack: KnowledgePack) -> int:
-    """The bytes of the entry of `pack`."""
-    if pack.kv is None:
-        return 0
-    handle = Handle(pack.namespace, "a" * 21)
-    return encode_entry(
-        Entry.of_pack(handle, pack.fingerprint, pack.prefix, pack.token_ids), pack.kv, pack.compression
-    ).nbytes
 
 
 def provenance_of(fact: Fact, unit: Unit) -> dict[str, str]:
@@ -205,12 +198,12 @@ def open_facts(
 
     Raises `FactError` for an invalid fact store or embedder, and for a store given together with an embedder or a path.
     """
-    if facts is not None and not isinstance(facts, FactStore):
-        raise FactError(f"Got {type(facts)} as fact store; expected a FactStore, e.g. `ChromaFactStore(path)`.")
-    if facts is not None and (embedder is not None or path is not None):
-        raise FactError("Got a fact store together with an embedder or a path; a store brings its own.")
-    if facts is not None:
-        return facts
-    if path is not None:
+    if facts is None and path is not None:
         return ChromaFactStore(path, embedder)
-    return MemoryFactStore(SentenceTransformerEmbedder() if embedder is None else embedder)
+    if facts is None:
+        return MemoryFactStore(SentenceTransformerEmbedder() if embedder is None else embedder)
+    if not isinstance(facts, FactStore):
+        raise FactError(f"Got {type(facts)} as fact store; expected a FactStore, e.g. `ChromaFactStore(path)`.")
+    if embedder is not None or path is not None:
+        raise FactError("Got a fact store together with an embedder or a path; a store brings its own.")
+    return facts

@@ -184,7 +184,7 @@ class FactStore(Shared, ABC):
         with self._writing:
             spaces = self._with_banks(self._spaces(namespace))
             living = {(space, row.bank) for space in spaces for row in self._rows(space) if alive(row.fact)}
-        return tuple(_name(space, bank) for space, bank in sorted((s, b) for s, b in living if b is not None))
+        return tuple(f"{space}/{bank}" for space, bank in sorted((s, b) for s, b in living if b is not None))
 
     def bank_facts(self, bank: str) -> tuple[Fact, ...]:
         """Return the facts of one bank, in the order they were added; raises `FactError` for an unknown bank."""
@@ -203,7 +203,7 @@ class FactStore(Shared, ABC):
             with self._writing:
                 for namespace in self._with_banks(self._spaces(space)):
                     rows = self._rows(namespace, ids=ids)
-                    names |= {(space, row.fact.id): _name(space, row.bank) for row in rows if row.bank is not None}
+                    names |= {(space, row.fact.id): f"{space}/{row.bank}" for row in rows if row.bank is not None}
         if missing := [fact.id for fact in facts if (fact.namespace, fact.id) not in names]:
             raise FactError(
                 f"The facts {missing} stand in no bank: they were deleted, were never in this store, or were added "
@@ -219,8 +219,9 @@ class FactStore(Shared, ABC):
                 if probed >= probes and len(hits) >= wanted:
                     break
                 rows = self._living(space, number, vectors=True)
-                bank, probed = _name(space, number), probed + bool(rows)
-                hits += [Hit(row.fact, float(np.dot(row.vector, query)), bank) for row in rows if test(row.fact)]
+                probed += bool(rows)
+                matching = [row for row in rows if test(row.fact)]
+                hits += [Hit(row.fact, float(np.dot(row.vector, query)), f"{space}/{number}") for row in matching]
         return hits
 
     def _ranked(self, spaces: list[str], query: Vectors) -> Iterator[tuple[str, int]]:
@@ -311,7 +312,10 @@ class FactStore(Shared, ABC):
                 problems += [f"Namespace {space!r}: {problem}" for problem in wrong]
                 if wrong and repair:
                     self._check_writes()
-                    self._renew(space)
+                    rows = self._rows(space)
+                    while batch := [row.fact for row in itertools.islice(rows, _BATCH)]:
+                        self._put(space, batch, self._embed(batch))
+                    self._set_banks(space, {}, _NO_VECTORS)
         return problems
 
     def _add(self, batch: Sequence[Fact], overwrite: bool) -> Added:  # noqa: FBT001
@@ -320,32 +324,26 @@ class FactStore(Shared, ABC):
         vectors: dict[str, Vectors] = {}
         while True:
             with self._writing:
-                report, new = self._missing(batch, overwrite)
-                todo = {fact.text: fact for facts in new.values() for fact in facts if fact.text not in vectors}
+                new, superseded = list[Fact](), list[str]()
+                for space in dict.fromkeys(fact.namespace for fact in batch):
+                    if expired := self._expired(space):
+                        self._remove(space, expired)
+                    given = [fact for fact in batch if fact.namespace == space]
+                    missing, later = (self._next_versions(space, given), []) if overwrite else self._new(space, given)
+                    new, superseded = new + missing, superseded + later
+                todo = {fact.text: fact for fact in new if fact.text not in vectors}
                 if not todo:
-                    for space, facts in new.items():
+                    for space in dict.fromkeys(fact.namespace for fact in new):
+                        facts = [fact for fact in new if fact.namespace == space]
                         self._put_near(space, facts, np.stack([vectors[fact.text] for fact in facts]))
                         # Banks with twice their size on average are best made anew.
                         if (banks := self._bank_count(space)) and self._count(space) > LARGEST * self.bank_size * banks:
                             self._set_banks(space, {}, _NO_VECTORS)
-                    return report
+                    return Added(len(new), len(batch) - len(new) - len(superseded), tuple(superseded))
             # Embed without the lock, for which searches in banks wait; then look again what is missing.
             vectors |= zip(todo, self._embed(list(todo.values())), strict=True)
 
-    def _missing(self, batch: Sequence[Fact], overwrite: bool) -> tuple[Added, dict[str, list[Fact]]]:  # noqa: FBT001
-        """Return the facts of each namespace that are to be stored, and what `add` reports then."""
-        report, missing = Added(), dict[str, list[Fact]]()
-        for space in dict.fromkeys(fact.namespace for fact in batch):
-            if expired := self._expired(space):
-                self._remove(space, expired)
-            given = [fact for fact in batch if fact.namespace == space]
-            new, superseded = (self._next_versions(space, given), ()) if overwrite else self._new(space, given)
-            report += Added(len(new), len(given) - len(new) - len(superseded), superseded)
-            if new:
-                missing[space] = new
-        return report, missing
-
-    def _new(self, space: str, given: Sequence[Fact]) -> tuple[list[Fact], tuple[str, ...]]:
+    def _new(self, space: str, given: Sequence[Fact]) -> tuple[list[Fact], list[str]]:
         """Return the facts that the namespace does not have, and the ids for which it has a later version."""
         digests = list(dict.fromkeys(fact.digest for fact in given))
         rows = self._rows(space, where={"kp:digest": {"$in": digests}})
@@ -360,10 +358,13 @@ class FactStore(Shared, ABC):
                     texts.add((fact.source, fact.text))
             elif same.text != fact.text:
                 if fact.id in new or same.version == 1:
-                    raise _conflict(fact, same)
+                    raise FactError(
+                        f"Got the id {fact.id!r} for {fact.text!r}; {space!r} holds it for {same.text!r}. "
+                        "Use `update` (`kp build --replace`), or give another id."
+                    )
                 superseded[fact.id] = None
                 logger.warning("Version %d of fact %r stays; not added: %r.", same.version, fact.id, fact.text)
-        return list(new.values()), tuple(superseded)
+        return list(new.values()), list(superseded)
 
     def _next_versions(self, space: str, given: Sequence[Fact]) -> list[Fact]:
         """Return the last given fact of each id, with its version, unless the namespace has the same fact."""
@@ -407,12 +408,6 @@ class FactStore(Shared, ABC):
             self._put_near(space, [row.fact for row in late_rows], _stacked(late_rows))
         logger.info("Made %d banks of %d facts of %r.", len(centroids), len(rows), space)
 
-    def _renew(self, space: str) -> None:
-        rows = self._rows(space)
-        while batch := [row.fact for row in itertools.islice(rows, _BATCH)]:
-            self._put(space, batch, self._embed(batch))
-        self._set_banks(space, {}, _NO_VECTORS)
-
     def _problems(self, space: str) -> Iterator[str]:
         numbers = {row.fact.id: row.bank for row in self._rows(space)}
         if len(numbers) != self._count(space):
@@ -448,17 +443,6 @@ def _stacked(rows: Sequence[Row]) -> Vectors:
 
 def _alike(held: Vectors, made: Vectors) -> bool:
     return held.shape == made.shape and float(normalised(held) @ made) >= _SAME
-
-
-def _conflict(fact: Fact, held: Fact) -> FactError:
-    return FactError(
-        f"Got the id {fact.id!r} for {fact.text!r}; {fact.namespace!r} holds it for {held.text!r}. "
-        "Use `update` (`kp build --replace`), or give another id."
-    )
-
-
-def _name(namespace: str, number: int) -> str:
-    return f"{namespace}/{number}"
 
 
 def cluster(vectors: Vectors, bank_size: int) -> tuple[NDArray[np.int32], Vectors]:
