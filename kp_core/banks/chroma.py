@@ -7,6 +7,7 @@ import json
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +18,7 @@ import numpy as np
 from filelock import FileLock
 
 from kp_core.banks.base import Fact, Filter, Hit
-from kp_core.banks.client import FACTS, SCHEMA, check_unlocked, is_url, open_client, prepared, version_of
+from kp_core.banks.client import FACTS, MARKER, SCHEMA, check_unlocked, is_url, open_client, prepared, version_of
 from kp_core.banks.embed import Embedder, SentenceTransformerEmbedder, as_embedder, normalised
 from kp_core.banks.filters import ORDERED, predicate
 from kp_core.banks.store import BANK_SIZE, FactStore, Row, Vectors, alive, ranked
@@ -29,6 +30,7 @@ _OURS = "kp:"  # Prefix of our names in metadata of records and collections.
 _BUNDLED = "all-MiniLM-L6-v2"
 _HNSW = {"space": "cosine", "ef_search": 200}
 _BANK, _BANKS = _OURS + "bank", _OURS + "banks"
+_READS = ("count", "get", "query")
 _GROWTH, _PAGE = 4, 1000
 _NO_VECTOR = np.zeros(0, np.float32)
 _LARGEST = 2**63
@@ -289,7 +291,12 @@ class ChromaFactStore(FactStore):
 
     def _call(self, collection: Any, name: str, **arguments: Any) -> Any:  # noqa: ANN401
         with _told(self.where):
-            return getattr(collection, name)(**arguments)
+            try:
+                return getattr(collection, name)(**arguments)
+            finally:
+                if self.path is not None and name not in _READS:
+                    # The clock of files is too coarse: two changes would have one time.
+                    os.utime(self.path / MARKER, ns=(time.time_ns(),) * 2)
 
     def _own_collection(self, name: str, about: Mapping[str, Any], hnsw: Mapping[str, Any]) -> Any:  # noqa: ANN401
         """Return our collection of this name; creates it, with `about` as its marker, if there is none.

@@ -22,8 +22,7 @@ from kp_core.errors import FactError, FactStoreLockedError
 from kp_core.packs.blobs import replace_file
 
 FACTS, SCHEMA = "facts", 1
-_MARKER, _LOCK = "kp.json", "kp.lock"
-
+MARKER, _LOCK = "kp.json", "kp.lock"
 _LOCKED_SECONDS = 4.0
 _NUMBERS = itertools.count(1)
 
@@ -72,33 +71,23 @@ def open_client(
 
 
 def version_of(path: Path) -> tuple[int, int]:
-    """Return what changes with every change of the database in this folder: its inode, and a number of changes."""
-    file, openings = path / "chroma.sqlite3", 0
-    try:
-        with file.open("rb") as opened:
-            inode, header = os.fstat(opened.fileno()).st_ino, opened.read(28)
-    except FileNotFoundError:  # It is being replaced.
-        return 0, 0
-    uri = f"{file.resolve().as_uri()}?mode=ro"
-    with suppress(sqlite3.Error), closing(sqlite3.connect(uri, uri=True, timeout=_LOCKED_SECONDS)) as database:
-        # Chroma writes a row whenever it opens a folder, which is no change.
-        [(openings,)] = database.execute("SELECT coalesce(max(id), 0) FROM acquire_write").fetchall()
-    # SQLite counts the changes of a file in bytes 24 to 27.
-    return inode, int.from_bytes(header[24:]) - openings
+    """Return what changes when a store has changed the database in this folder, or another folder took its place."""
+    with suppress(FileNotFoundError):  # It is being replaced.
+        stat = (path / MARKER).stat()
+        return stat.st_ino, stat.st_mtime_ns
+    return 0, 0
 
 
 def is_fact_store(path: Path) -> bool:
     """Whether this folder holds a `ChromaFactStore`."""
-    return (path / _MARKER).is_file()
+    return (path / MARKER).is_file()
 
 
 def prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
     """Lock our folder, creating it if it is empty; returns `None` for a reader."""
     if not is_fact_store(path):
-        names = (
-            sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("kp.")) if path.is_dir() else []
-        )
-        names = [name for name in names if name != "packs" and not name.endswith(".tmp")]
+        names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+        names = [name for name in names if name != "packs" and not name.startswith("kp.") and not name.endswith(".tmp")]
         if "chroma.sqlite3" in names:
             raise FactError(
                 f"{path} holds a Chroma database that we did not make; it stays as it is. Give another folder, "
@@ -110,7 +99,7 @@ def prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
             )
         if read_only:
             raise FactError(f"Got {path} to read; there are no facts in it. Add some there first.")
-        replace_file(path / _MARKER, [json.dumps({"kind": FACTS, "schema": SCHEMA}).encode()])
+        replace_file(path / MARKER, [json.dumps({"kind": FACTS, "schema": SCHEMA}).encode()])
         with suppress(OSError):  # The folder may have existed with wider rights, which Chroma's files inherit.
             path.chmod(0o700)
     if read_only:

@@ -107,7 +107,11 @@ class Delivery:
         report = self.facts.add(facts, overwrite=overwrite)
         self._discard(outdated, texts)
         facts = [fact for fact in facts if fact.id not in report.superseded]
-        units = facts if self.unit == "fact" else self._units(self._held(facts), self.unit)
+        units = facts
+        if self.unit != "fact":  # A source may have the text of a fact under another id.
+            stored = self.facts.facts(ids=list(dict.fromkeys(fact.id for fact in facts)))
+            held = {(fact.namespace, fact.id) for fact in stored}
+            units = self._units([fact for fact in facts if (fact.namespace, fact.id) in held], self.unit)
         logger.info("Compiling %d packs of %d facts.", len(units), len(facts))
         self.compile(units, progress=progress)
         return report
@@ -416,12 +420,6 @@ class Delivery:
                 left = self.facts.facts(ids=members, namespace=handle.namespace)
                 if _joined(left) != pack.text:  # Another fact of the unit may have the same text.
                     self.forget(handle)
-
-    def _held(self, facts: Sequence[Fact]) -> list[Fact]:
-        """Return those of `facts` that are stored under their ids; a source may have a text under another id."""
-        ids = list(dict.fromkeys(fact.id for fact in facts))
-        stored = {(fact.namespace, fact.id) for fact in self.facts.facts(ids=ids)}
-        return [fact for fact in facts if (fact.namespace, fact.id) in stored]
 
 
 def _members(pack: KnowledgePack) -> list[str]:

@@ -89,7 +89,9 @@ class SentenceTransformerEmbedder(Shared):
         batch_size: int = 32,
     ) -> None:
         self._source = None if model is None else os.fspath(model)
-        self.name = name or _name_of(self._source)
+        # The path differs between machines; its last part usually names the model.
+        given = Path(self._source).resolve().name if self._source and Path(self._source).is_dir() else self._source
+        self.name = name or given or _BUNDLED_NAME
         """See `Embedder.name`; known without loading the model."""
         self._query_prompt = query_prompt
         self._device = device
@@ -153,13 +155,6 @@ class SentenceTransformerEmbedder(Shared):
             return self._loaded
 
 
-def _name_of(source: str | None) -> str:
-    if source is None:
-        return _BUNDLED_NAME
-    # The path differs between machines; its last part usually names the model.
-    return Path(source).resolve().name if Path(source).is_dir() else source
-
-
 @dataclass(eq=False)
 class OtherEmbedder:
     """An `Embedder` over another library's functions for texts and for questions; scales vectors to length 1."""
@@ -177,12 +172,6 @@ class OtherEmbedder:
         return normalised(self.question(text))
 
 
-def _named(model: object) -> str:
-    names = (getattr(model, name, None) for name in ("model_name", "model", "model_id"))
-    # LlamaIndex calls a model without a name "unknown".
-    return next((name for name in names if isinstance(name, str) and name not in {"", "unknown"}), type(model).__name__)
-
-
 def as_embedder(given: object) -> Embedder:
     """Return `given` as an `Embedder`: one of ours, LangChain's `Embeddings` or LlamaIndex's `BaseEmbedding`.
 
@@ -193,7 +182,10 @@ def as_embedder(given: object) -> Embedder:
     for names in (("embed_documents", "embed_query"), ("get_text_embedding_batch", "get_query_embedding")):
         texts, question = (getattr(given, name, None) for name in names)
         if callable(texts) and callable(question):
-            return OtherEmbedder(_named(given), texts, question)
+            known = [getattr(given, name, None) for name in ("model_name", "model", "model_id")]
+            # LlamaIndex calls a model without a name "unknown".
+            known = [name for name in known if isinstance(name, str) and name not in {"", "unknown"}]
+            return OtherEmbedder(next(iter(known), type(given).__name__), texts, question)
     raise FactError(
         f"Got {type(given)} as embedder; expected an Embedder (`name`, `embed(texts)`, `embed_query(text)`), LangChain "
         "`Embeddings` or a LlamaIndex embedding, e.g. `SentenceTransformerEmbedder()`."
