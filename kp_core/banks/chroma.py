@@ -183,10 +183,10 @@ class ChromaFactStore(FactStore):
                 return
 
     def _nearest(self, space: str, vector: Vectors, count: int, where: Filter | None = None) -> list[Hit]:
-        test, limit = predicate(where), count
+        test, limit, pushed = predicate(where), count, _pushed_down(where)
         arguments = {
             "query_embeddings": vector[None],
-            "where": _pushed_down(where),
+            "where": pushed,
             "include": ["documents", "metadatas", "distances"],
         }
         while True:
@@ -198,21 +198,13 @@ class ChromaFactStore(FactStore):
             hits = [hit for hit in found if alive(hit.fact) and test(hit.fact)]
             if len(hits) >= count:
                 return hits[:count]
-            if len(answer["ids"][0]) < limit:
-                return (
-                    hits if self._reached(space, answer["ids"][0], where) else self._scanned(space, vector, count, test)
-                )
+            if (reached := len(answer["ids"][0])) < limit:
+                break
             limit *= _GROWTH
-
-    def _reached(self, space: str, ids: Sequence[str], where: Filter | None) -> bool:
-        """Whether the index returned all records. Once vectors were replaced or deleted, it may not reach some."""
-        pushed = _pushed_down(where)
-        if pushed is None:
-            return len(ids) >= self._count(space)
-        return len(ids) >= len(self._call(self._collection(space), "get", where=pushed, include=[])["ids"])
-
-    def _scanned(self, space: str, vector: Vectors, count: int, test: Callable[[Fact], bool]) -> list[Hit]:
-        """Return the nearest facts by comparing with every vector."""
+        # Once vectors were replaced or deleted, the index may not reach some: compare with every vector.
+        matching = self._call(self._collection(space), "get", where=pushed, include=[])["ids"] if pushed else ()
+        if reached >= (len(matching) if pushed else self._count(space)):
+            return hits
         rows = [row for row in self._rows(space, vectors=True) if alive(row.fact) and test(row.fact)]
         if not rows:
             return []

@@ -287,16 +287,19 @@ class Delivery:
         """Whether the fact store would make `unit` of its facts now; without one, whether `cancelled` is `since`."""
         if self._facts is None:
             return self.store.cancelled is since
-        if self.unit == "bank":
-            try:
-                return _joined(self._facts.bank_facts(unit.title)) == unit.text
-            except FactError:  # The bank has gone.
-                return False
-        if self.unit == "document" and unit.source:
-            members = self._facts.facts(where={"kp:source": unit.source}, namespace=unit.namespace)
-            return _joined(members) == unit.text
-        # By its text: another fact may have the same.
-        return any(self._facts.facts(where={"kp:digest": unit.digest}, namespace=unit.namespace))
+        try:
+            members = self._parts(unit, self.unit, unit.title)
+        except FactError:  # The bank has gone.
+            return False
+        return _joined(members) == unit.text
+
+    def _parts(self, unit: Fact, kind: Unit, bank: str) -> Iterable[Fact]:
+        """The facts of a unit, or those with its text; raises `FactError` for a `bank` that has gone."""
+        if kind == "bank":
+            return self.facts.bank_facts(bank)
+        by_source = kind == "document" and unit.source
+        where: Filter = {"kp:source": unit.source} if by_source else {"kp:digest": unit.digest}
+        return self.facts.facts(where=where, namespace=unit.namespace)
 
     def refuse_unreadable(self, facts: Iterable[Fact]) -> None:
         """Raise `PackError` for a text longer than half of the model's context: requests that find it would fail."""
@@ -340,17 +343,13 @@ class Delivery:
         """Return the unit of `fact`: a fact with the texts of its members, whose ids are in the metadata."""
         if unit == "fact" or (unit == "document" and not fact.source):
             return fact
-        title, source = "", fact.source
-        if unit == "bank":
-            [title] = self.facts.bank_of([fact])
-            members, source = self.facts.bank_facts(title), ""
-        else:
-            members = tuple(self.facts.facts(where={"kp:source": source}, namespace=fact.namespace))
+        [title] = self.facts.bank_of([fact]) if unit == "bank" else [""]
+        members = tuple(self._parts(fact, unit, title))
         titles = {member.title for member in members}
         return Fact(
             _joined(members),
             title=title or (titles.pop() if len(titles) == 1 else ""),
-            source=source,
+            source="" if unit == "bank" else fact.source,
             metadata={"facts": [member.id for member in members]},
             namespace=fact.namespace,
         )

@@ -121,19 +121,19 @@ class FolderBlobs:
         with _stage(staging, chunks) as staged:
             # File system clocks are coarse: two writes within one tick would have the same time.
             os.utime(staged, ns=(time.time_ns(),) * 2)
-            if not if_absent:
-                _publish(staged, target)
-                return True
-            _make_dirs(target.parent)
-            try:
-                os.link(staged, target)
-                _sync_dir(target.parent)
-            except FileExistsError:
-                return False
-            except OSError:  # Without hard links, check for the file before the rename.
-                if target.exists():
+            if if_absent:
+                _make_dirs(target.parent)
+                try:
+                    os.link(staged, target)
+                except FileExistsError:
                     return False
-                _publish(staged, target)
+                except OSError:  # Without hard links, check for the file before the rename.
+                    if target.exists():
+                        return False
+                else:
+                    _sync_dir(target.parent)
+                    return True
+            _publish(staged, target)
             return True
 
     def stat(self, key: str, *, recent: bool = False) -> BlobStat | None:  # noqa: ARG002

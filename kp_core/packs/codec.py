@@ -31,8 +31,13 @@ def check_compression(name: object) -> None:
 
 def encode(tensor: Tensor) -> bytes:
     """Compress `tensor` losslessly."""
+    import zstandard
+
     flat = tensor.contiguous().view(-1).view(torch.uint8).numpy().reshape(-1, tensor.element_size())
-    return flat[:, :-1].T.tobytes() + _compressed(np.ascontiguousarray(flat[:, -1]))
+    # Three or four equal bytes occur by chance; matching them costs space and time.
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, min_match=7)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters)
+    return flat[:, :-1].T.tobytes() + compressor.compress(flat[:, -1].tobytes())
 
 
 def decode(data: Buffer, name: str, into: Tensor) -> None:
@@ -59,14 +64,6 @@ def digest(found: Tensor | Buffer, *, is_forgeable: bool) -> str:
     for part in parts:
         state.update(part.contiguous().view(-1).view(torch.uint8).numpy().data if isinstance(part, Tensor) else part)
     return state.hexdigest()
-
-
-def _compressed(plane: np.ndarray) -> bytes:
-    import zstandard
-
-    # Three or four equal bytes occur by chance; matching them costs space and time.
-    parameters = zstandard.ZstdCompressionParameters.from_level(3, min_match=7)
-    return zstandard.ZstdCompressor(compression_params=parameters).compress(plane.tobytes())
 
 
 def _decompressed(data: Buffer, size: int, name: str) -> bytes:
