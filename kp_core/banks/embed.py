@@ -182,10 +182,10 @@ def as_embedder(given: object) -> Embedder:
     for names in (("embed_documents", "embed_query"), ("get_text_embedding_batch", "get_query_embedding")):
         texts, question = (getattr(given, name, None) for name in names)
         if callable(texts) and callable(question):
-            known = [getattr(given, name, None) for name in ("model_name", "model", "model_id")]
+            given_names = (getattr(given, name, None) for name in ("model_name", "model", "model_id"))
             # LlamaIndex calls a model without a name "unknown".
-            known = [name for name in known if isinstance(name, str) and name not in {"", "unknown"}]
-            return OtherEmbedder(next(iter(known), type(given).__name__), texts, question)
+            known = (name for name in given_names if isinstance(name, str) and name not in {"", "unknown"})
+            return OtherEmbedder(next(known, type(given).__name__), texts, question)
     raise FactError(
         f"Got {type(given)} as embedder; expected an Embedder (`name`, `embed(texts)`, `embed_query(text)`), LangChain "
         "`Embeddings` or a LlamaIndex embedding, e.g. `SentenceTransformerEmbedder()`."

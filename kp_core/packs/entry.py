@@ -221,8 +221,8 @@ class EntryFile:
 
     def entries(self) -> dict[str, object]:
         """Return the tensor entries of the safetensors header; a compressed tensor is listed as bytes."""
-        forms = [("U8", (size,)) for size in self.stored]
-        forms = forms or [(DTYPES[dtype], shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True)]
+        plain = ((DTYPES[dtype], shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True))
+        forms = [("U8", (size,)) for size in self.stored] if self.stored else plain
         named = zip(self.names, forms, self.sizes, strict=True)
         return header_entries((name, *form, size) for name, form, size in named)
 

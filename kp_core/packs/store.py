@@ -324,8 +324,7 @@ class PackStore(Packs):
         for pack in self.compiled(handle):
             entry = self._entry(handle, pack)
             stat, file = self._stat(entry), self.head(entry)
-            known = {"compression": file.compression, "stored_bytes": stat.size} if stat and file else {}
-            yield replace(pack, **known)
+            yield replace(pack, stored_bytes=stat.size, compression=file.compression) if stat and file else pack
 
     def handles(self, namespace: str | None = None) -> Iterator[Handle]:
         """Return the handles of all packs, or of one namespace, sorted."""
