@@ -6,6 +6,9 @@ something else before (once); the same tokens as one prompt behind the pack; the
 answers of one token, and as answers held to a schema (of both, at most 8 are asked and the rest reckoned, as they are
 for `text`, where the state is sent as text and nothing is reused).
 
+`--part lengths`: 32 questions of 16 to 128 tokens with four labels behind that pack, by rotations: seconds of `decide`,
+of the questions as one prompt, and of an answer of one token to each.
+
 `--part hotpotqa`: the comparison questions, between yes and no or between two titles. `--part personamem`: four
 replies, over the nearest five passages; an answer with a schema is the letter of one. Of each way, right answers with a
 95 % interval, the mean distance of confidence from accuracy in ten classes (`ece`), and the probability of so large a
@@ -47,6 +50,7 @@ from kp_langchain import KnowledgePackRetriever
 __all__ = ["main"]
 
 _COUNTS = (1, 8, 32)
+_LENGTHS, _LABELS = (16, 32, 64, 128), ("spring", "summer", "autumn", "winter")
 _REPEATS = 3
 _ASKED = 8
 _WAYS = ("from_disk", "decide", "one_prompt", "one_token", "schema", "text")
@@ -76,10 +80,8 @@ def _seconds(act: Callable[[], object], device: str) -> float:
 
 def times(session: Session, arguments: argparse.Namespace, folder: str) -> Iterator[dict[str, Any]]:
     """A row for each number of questions."""
-    tokens, device = arguments.tokens, arguments.device
-    text = "The river Lorne rises in the hills above Aldham and runs for ninety miles to the sea. " * (tokens // 10)
-    text = session.tokenizer.decode(session.tokenizer.encode(text, add_special_tokens=False)[:tokens])
-    handle = str(PackStore(folder).put(session.build_pack(text)))
+    device = arguments.device
+    text, handle = _pack(session, arguments.tokens, folder)
     for count in _COUNTS:
         found: dict[str, list[float]] = {}
         for shift in range(0, 1000 * _REPEATS, 1000):
@@ -95,6 +97,47 @@ def times(session: Session, arguments: argparse.Namespace, folder: str) -> Itera
             new = process.submit(_in_new_process, arguments, handle, folder, count).result()
         medians = {name: float(np.median(values)) for name, values in found.items()}
         yield {"questions": count, "new_process": new} | medians
+
+
+def _pack(session: Session, tokens: int, folder: str) -> tuple[str, str]:
+    """A text of `tokens` tokens, and the handle of its pack."""
+    text = _text(
+        session, "The river Lorne rises in the hills above Aldham and runs for ninety miles to the sea. ", tokens
+    )
+    return text, str(PackStore(folder).put(session.build_pack(text)))
+
+
+def _text(session: Session, sentence: str, tokens: int) -> str:
+    return str(session.tokenizer.decode(session.tokenizer.encode(sentence * tokens, add_special_tokens=False)[:tokens]))
+
+
+def lengths(session: Session, arguments: argparse.Namespace, folder: str) -> Iterator[dict[str, Any]]:
+    """A row for each length of a question and each number of rotations."""
+    _, handle = _pack(session, arguments.tokens, folder)
+    view, number = PackStore(folder).view("default"), 0
+    for tokens in _LENGTHS:
+        sentence = _text(session, "in the driest year that anybody who lives beside it can remember ", tokens - 10)
+        found: dict[str, list[float]] = {}
+        for way in _REPEATS * ("one_prompt", "one_token", "1", "2", "all"):
+            number += 1000  # Other questions each time, so that none of them is in memory.
+            asked = [f"{number + at}: when is the river low, {sentence}?" for at in range(_COUNTS[-1])]
+            session.prefill(f"{handle}\n\nWhat?", view=view)
+            if way == "one_prompt":
+                seconds = _seconds(
+                    partial(session.prefill, f"{handle}\n\n" + "\n".join(asked), view=view), arguments.device
+                )
+            elif way == "one_token":
+                few = [f"{handle}\n\n{one}\n\nAnswer with {', '.join(_LABELS)}." for one in asked[:_ASKED]]
+                each: Any = partial(list, map(partial(session.generate, view=view, max_tokens=1), few))
+                seconds = _seconds(each, arguments.device) * len(asked) / _ASKED
+            else:
+                questions = {one: Question(one, _LABELS) for one in asked}
+                rotations: Any = way if way == "all" else int(way)
+                act = partial(session.decide, handle, questions, view=view, rotations=rotations)
+                seconds = _seconds(act, arguments.device)
+            found.setdefault(way, []).append(seconds)
+        medians = {name: float(np.median(values)) for name, values in found.items()}
+        yield {"tokens": tokens} | medians
 
 
 def _in_new_process(arguments: argparse.Namespace, handle: str, folder: str, count: int) -> float:
@@ -253,16 +296,13 @@ def _fresh(session: Session, act: Callable[[], Any], device: str) -> tuple[Any, 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run, print the table, write the JSON file."""
     parser = common.argument_parser(__doc__, "hotpotqa_gold.jsonl")
-    parser.add_argument("--part", default="times", choices=("times", "hotpotqa", "personamem", "grade"))
+    parser.add_argument("--part", default="times", choices=("times", "lengths", "hotpotqa", "personamem", "grade"))
     parser.add_argument("--tokens", type=int, default=1000, metavar="N", help="of the pack or documents; default: 1000")
     arguments = parser.parse_args(argv)
     session = common.load_engine(arguments)
-    if arguments.part == "times":
+    if arguments.part in (timed := {"times": times, "lengths": lengths, "grade": graded}):
         with common.scratch(session) as folder:
-            rows = list(times(session, arguments, folder))
-    elif arguments.part == "grade":
-        with common.scratch(session) as folder:
-            rows = list(graded(session, arguments, folder))
+            rows = list(timed[arguments.part](session, arguments, folder))
     else:
         items = hotpotqa(arguments) if arguments.part == "hotpotqa" else personamem(arguments, session)
         log = arguments.json and arguments.json.with_suffix(".jsonl")

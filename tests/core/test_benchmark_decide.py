@@ -18,6 +18,15 @@ def test_times_are_told_of_each_way(thin_or_bundled, tmp_path):
     assert json.loads((tmp_path / "times.json").read_text()) == figures
 
 
+@pytest.mark.slow
+def test_lengths_are_told_by_rotations(thin_or_bundled):
+    rows = decide.main(["--part", "lengths", "--tokens", "40", "--model", thin_or_bundled, "--dtype", "float32"])[
+        "rows"
+    ]
+    assert [row["tokens"] for row in rows] == [16, 32, 64, 128]
+    assert all(seconds > 0 for row in rows for seconds in row.values())
+
+
 def test_right_answers_are_counted(thin_or_bundled, tmp_path):
     facts = [{"title": "Veyl", "text": "Veyl has 3 ferries."}, {"title": "Orre", "text": "Orre has none."}]
     asked = [("Is Veyl older?", "no"), ("Which has ferries?", "Veyl"), ("How many?", "3")]
