@@ -40,6 +40,7 @@ _GONE: Mapping[str, str] = {
     "composer='naive'": "'splice' moves packs to their positions",
     "keep_bytes": "`max_bytes` bounds all KV of a store; a request with keep='never' keeps nothing",
     "deterministic": "an engine computes in one way, bit for bit where it supports 'bitwise'",
+    "from_collection": "an adapter delivers what your own retriever finds (docs/vector-stores.md)",
     "order": "packs stand as they are given: give them in the order of an earlier request",
     "pin": "the KV that was used last stays in memory, as much as cache_bytes allows",
     "max_handles": "`memory_tokens` bounds the packs of a memory",
@@ -47,6 +48,7 @@ _GONE: Mapping[str, str] = {
     "recognise": "a text is a text: send the handle of its pack (content='handle' of a retriever, or to_handles)",
     "mismatch='accept'": "'rebuild' computes packs of other numerics anew from their text",
     "upgrade": "a request with composer='exact' computes the exact KV and keeps it",
+    "vacuum": "`chroma vacuum --path FOLDER` is Chroma's own command (SECURITY.md)",
 }
 """Options, and values of options, of earlier releases; and what to use instead."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from filelock import FileLock
@@ -22,7 +22,7 @@ from kp_core.banks.client import FACTS, MARKER, SCHEMA, check_unlocked, is_url, 
 from kp_core.banks.embed import Embedder, SentenceTransformerEmbedder, as_embedder, normalised
 from kp_core.banks.filters import ORDERED, predicate
 from kp_core.banks.store import BANK_SIZE, FactStore, Row, Vectors, alive, ranked
-from kp_core.errors import FactError, KnowledgePackError
+from kp_core.errors import FactError, KnowledgePackError, gone
 from kp_core.pickling import Shared
 from kp_core.threads import check_process
 
@@ -138,6 +138,15 @@ class ChromaFactStore(FactStore):
             return 0
         files = [self.path / "chroma.sqlite3", *self.path.glob("*-*-*-*-*/*")]
         return sum(file.stat().st_size for file in files if file.is_file())
+
+    @classmethod
+    def from_collection(cls, *_: object, **_settings: object) -> NoReturn:
+        """Raises `FactError`."""
+        raise FactError(f"There is no `ChromaFactStore.from_collection`.{gone('from_collection')}")
+
+    def vacuum(self) -> NoReturn:
+        """Raises `FactError`."""
+        raise FactError(f"There is no `ChromaFactStore.vacuum`.{gone('vacuum')}")
 
     def _listed(self) -> dict[str, Any]:
         """Return our fact collections, by namespace."""

@@ -265,7 +265,7 @@ def encode_text(packs: Sequence[KnowledgePack]) -> bytes:
 def decode_text(data: Buffer, namespace: str, is_own: Callable[[str], bool]) -> tuple[KnowledgePack, ...]:
     """Return what `encode_text` was given, or the text alone if what stands before it is damaged.
 
-    `is_own` knows the text. Raises `PackCorruptError` for another text.
+    `is_own` knows the text; a file of release 0.2 is nothing but that. Raises `PackCorruptError` for another text.
     """
     try:
         whole = str(data, "utf-8")
@@ -273,8 +273,12 @@ def decode_text(data: Buffer, namespace: str, is_own: Callable[[str], bool]) -> 
         raise PackCorruptError(f"It is not Unicode: {error}.") from error
     line, _, text = whole.partition("\n")
     if not is_own(text):
-        raise PackCorruptError("It holds another text than that of its handle.")
+        line, text = "", whole
+        if not is_own(text):
+            raise PackCorruptError("It holds another text than that of its handle.")
     alone = KnowledgePack(text, namespace, (), (), ModelFingerprint.unknown())
+    if not line:
+        return (alone,)
     try:
         about = json.loads(line.partition(" ")[2])
         alone = replace(alone, provenance=about["provenance"])

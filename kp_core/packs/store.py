@@ -50,7 +50,7 @@ _ROOM, _SHARE = 2**31, 20
 _SLACK, _WRITERS, _AGAIN_S = 8, 4, 60
 _CACHED = 1024  # Texts and headers, about 50 KB each if the packs are banks of facts.
 _FILE = re.compile(r"packs/([^/]+)/[^/]+/([^/.]+)(?:\.[0-9a-f]{32}\.safetensors|\.txt)")
-_BEHIND = "behind/"  # Entries with several owners.
+_BEHIND, _EARLIER = "behind/", "kept/"  # Entries with several owners; those of release 0.2 are not read.
 
 
 class PackStore(Packs):
@@ -355,7 +355,7 @@ class PackStore(Packs):
         self._mark(f"removed/{handle.namespace}")
         self._mark("changes")
         self._drop(str(handle))
-        for key in self._beside(handle):
+        for key in (*self._beside(handle), *self._of_earlier(handle)):
             self.blobs.delete(key)
 
     def rotate(self) -> int:
@@ -577,8 +577,14 @@ class PackStore(Packs):
         return {key: stat for prefix in prefixes or ("packs/", _BEHIND) for key, stat in self.blobs.list(prefix)}
 
     def _beside(self, handle: Handle) -> list[str]:
-        """The keys of the entries that this pack alone owns."""
+        """The keys of the entries that this pack alone owns, and of those of release 0.2."""
         return [key for key in self._listed(_text_key(handle).removesuffix("txt")) if not key.endswith(".txt")]
+
+    def _of_earlier(self, handle: Handle) -> Iterator[str]:
+        """What release 0.2 left that may hold the KV of a pack that is removed: nobody reads it."""
+        for key in self._listed(_EARLIER, f"quarantine/{handle.namespace}.{handle.id}."):
+            if key.endswith((".safetensors", ".txt")):
+                yield key
 
     # Room.
 
@@ -641,7 +647,15 @@ def _read_text(
     data = blobs.read(key)
     if stat is not None and len(data) != stat.size and blobs.stat(key) == stat:
         raise OSError(f"{blobs}/{key} came in another length than its {stat.size} bytes.")
-    return decode_text(data, handle.namespace, _texts_of(secrets, handle))
+    packs = decode_text(data, handle.namespace, _texts_of(secrets, handle))
+    if len(data) == len(packs[0].text.encode()):  # Nothing stands before the text.
+        _tell(str(blobs))
+    return packs
+
+
+@lru_cache
+def _tell(place: str) -> None:
+    logger.warning("%s holds KV of release 0.2, which is computed again from its texts.", place)
 
 
 def _last_removal(blobs: Blobs, namespace: str, _changes: str) -> str | None:

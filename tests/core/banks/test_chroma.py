@@ -362,6 +362,13 @@ def test_embeddings_of_other_libraries_are_embedders(tmp_path, given):
         as_embedder("all-MiniLM")
 
 
+def test_what_left_is_refused_with_what_to_use():
+    with pytest.raises(FactError, match=r"gone in 0.3; an adapter delivers"):
+        ChromaFactStore.from_collection("theirs", path="theirs")
+    with pytest.raises(FactError, match=r"gone in 0.3; `chroma vacuum"):
+        ChromaFactStore.vacuum(None)
+
+
 # kill -9
 
 _CHANGE = """

@@ -10,7 +10,7 @@ import pytest
 from kp_core import Packs, PackView
 from kp_core.errors import OptionError, PackError, PackNotFoundError, PromptError
 from kp_core.packs.handle import Handle
-from kp_core.packs.pack import PackKey, Prefix
+from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.store import PackStore
 from tests.core.packs.made import FINGERPRINT, UNKNOWN, Watched, entry_of, files_of, flip, make_pack, same, snapshot
 
@@ -194,6 +194,38 @@ def test_kv_that_is_put_again_is_found_behind_its_own_prefix_alone(store):
     store.remove(handle)
     assert not store.put_again(other)
     assert not list((store.path / "packs").rglob("*.*"))
+
+
+# What release 0.2 left.
+
+
+def test_a_store_of_release_02_keeps_its_texts_and_says_once_that_kv_is_computed_again(tmp_path, caplog):
+    """Handles are those that `docs/format.md` gives."""
+    text, name = "The Eiffel Tower", "tmn7tkvyuryf6lsptrqky"
+    (tmp_path / "secret").write_bytes(bytes(range(32)))
+    folder = tmp_path / "packs" / "paris-1889" / name[:2]
+    folder.mkdir(parents=True)
+    old = [folder / f"{name}.safetensors", folder / f"{name}.{'0' * 16}.safetensors"]
+    old += [tmp_path / "kept" / "paris-1889" / "ab" / f"ab{'c' * 19}.safetensors"]
+    old += [tmp_path / "quarantine" / f"paris-1889.{name}.1.safetensors"]
+    for file in old:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"of release 0.2")
+    (folder / f"{name}.txt").write_text(text)
+    store, handle = PackStore(tmp_path), Handle.parse(f"kp:paris-1889/{name}")
+    before = snapshot(store)
+    assert store.handle(text, "paris-1889") == handle
+    for _ in range(2):
+        assert same(store.get(handle), KnowledgePack(text, "paris-1889", (), Prefix(), UNKNOWN))
+    assert list(store) == [handle]
+    assert list(store.verify()) == []
+    assert snapshot(store) == before, "nothing is deleted"
+    assert caplog.text.count("holds KV of release 0.2, which is computed again from its texts") == 1
+    pack = make_pack(text, "paris-1889")
+    assert store.put(pack) == handle
+    assert same(PackStore(tmp_path).get(handle), pack)
+    store.remove(handle)
+    assert not [file for file in old if file.exists()], "with its pack goes what nobody reads any more"
 
 
 def test_a_damaged_entry_is_deleted_and_the_pack_stays(store, caplog):
