@@ -8,7 +8,7 @@ import re
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kp_core import KnowledgePack, Plan, Region
 from kp_core.bundled import cache_directory
-from kp_core.errors import OptionError
+from kp_core.errors import ModelError, OptionError
 from kp_core.packs.blobs import replace_file
 from kp_core.packs.view import PackRef, PackView, Segment
 from kp_core.plan.composer import Arrangement, Host
@@ -126,7 +126,9 @@ class Selector:
         self._host = host
         self._found = ([layer for layer, _ in heads], [head for _, head in heads]) if heads else None
         self._chosen = OrderedDict[Hashable, list[int]]()
-        self._lock, self._searching = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._shares: list[Tensor] = []
+        self._searching, self._is_queued = threading.Lock(), False
 
     def selected(self, turns: Sequence[Turn], composer: SelectComposer, host: Host) -> Arrangement:
         """The turns with the packs that `composer` selects.
@@ -149,6 +151,8 @@ class Selector:
             return kept[-1]
 
         chosen, fits = arranged(turns, choose), True
+        if not any(len(group.packs) > 1 for group in groups):
+            self._prepare()
         while whole and (excess := host.excess(chosen)) > 0 and len(longest := max(whole, key=len)) > 1:
             fits = False
             while excess > 0 and len(longest) > 1:
@@ -161,6 +165,13 @@ class Selector:
             logger.warning("%sall packs are sent, or the first ones that fit.", choice)
         choice += ("all are sent" if fits else "the first ones that fit are sent") if why else ""
         return Arrangement(chosen, composer, unread, choice)
+
+    def _prepare(self) -> None:
+        """Find the heads while no request is answered, so that the first choice need not wait for them."""
+        if self._found is None and not self._is_queued and {"attention", "kv"} <= self._host.engine.supports:
+            with suppress(ModelError):  # A request that chooses finds them.
+                self._host.when_idle(self._search)
+            self._is_queued = True
 
     def _best(self, group: Group, query: str, composer: SelectComposer, view: PackView | None) -> list[PackRef]:
         key = group.place, tuple(pack.handle for pack in group.packs), query, composer.key
@@ -260,22 +271,23 @@ class Selector:
         return [weights[..., span.start - start : span.stop - start] for span in prompt.spans]
 
     def _heads(self) -> tuple[list[int], list[int]]:
-        """Layers and heads of the retrieval heads, those with most weight on the pack asked for; found once."""
-        with self._searching:
-            if self._found is None:
-                bar = bar_of("Finding the retrieval heads of this model", len(_PROBES), "text", _PROBES)
-                mean = torch.cat([self._shares(*probe) for probe in bar]).mean(dim=0)
-                if not mean.isfinite().all():
-                    raise _CannotChooseError(_NO_HEADS)
-                best = mean.flatten().topk(min(_HEADS, mean.numel())).indices
-                layers, heads = (best // mean.shape[1]).tolist(), (best % mean.shape[1]).tolist()
-                with suppress(OSError):
-                    replace_file(_file_of(self._host), [json.dumps([*zip(layers, heads, strict=True)]).encode()])
-                self._found = layers, heads
-            return self._found
+        """Layers and heads of the retrieval heads. Waits until they are found."""
+        while (found := self._found) is None:
+            for _ in bar_of("Finding the retrieval heads of this model", len(_PROBES), "text", self._search()):
+                pass
+        return found
 
-    def _shares(self, text: str, question: str, names: Sequence[str], values: Sequence[str]) -> Tensor:
-        """The share of attention on the pack that each question asks for, `(questions, layers, heads)`."""
+    def _search(self) -> Iterator[None]:
+        """Find the retrieval heads, one text a step; threads share the work."""
+        while self._found is None:
+            with self._searching:
+                if self._found is None:
+                    self._next_text()
+            yield
+
+    def _next_text(self) -> None:
+        """Ask about the next text of our own; after the last, keep the heads with most weight on the pack asked for."""
+        text, question, names, values = _PROBES[len(self._shares)]
         texts = [text.format(name=name, value=value) for name, value in zip(names, values, strict=True)]
         packs = [PackRef(str(at), pack) for at, pack in enumerate(self._host.build(texts))]
         shares = []
@@ -286,7 +298,18 @@ class Selector:
                 raise _CannotChooseError(_NO_HEADS) from error
             weights = torch.stack([each.amax(dim=-1) for each in by_token], dim=-1)
             shares.append(weights[..., at] / weights.sum(dim=-1))
-        return torch.stack(shares)
+        self._shares.append(torch.stack(shares))
+        if len(self._shares) < len(_PROBES):
+            return
+        mean = torch.cat(self._shares).mean(dim=0)
+        self._shares.clear()
+        if not mean.isfinite().all():
+            raise _CannotChooseError(_NO_HEADS)
+        best = mean.flatten().topk(min(_HEADS, mean.numel())).indices
+        layers, heads = (best // mean.shape[1]).tolist(), (best % mean.shape[1]).tolist()
+        with suppress(OSError):
+            replace_file(_file_of(self._host), [json.dumps([*zip(layers, heads, strict=True)]).encode()])
+        self._found = layers, heads
 
 
 def selector_of(host: Host) -> Selector:

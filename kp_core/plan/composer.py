@@ -48,6 +48,8 @@ class Host:
     many first layers; `None` if a pack has no KV. Raises `UnsupportedRequestError` if the engine cannot say."""
     build: Callable[[Sequence[str]], Iterable[KnowledgePack]]
     """Compiles texts."""
+    when_idle: Callable[[Callable[[], Iterable[object]]], object]
+    """Runs what it yields, one step at a time, while no request is answered. Raises `ModelError` if too much waits."""
     view: PackView | None = None
     """The packs that the request may read; `view.source.blobs` is where a composer may keep what it measured."""
     excess: Callable[[Sequence[Turn]], int] = lambda _: 0

@@ -135,7 +135,7 @@ class Session(Shared):
         with self._planning:
             if self._last_planner is None or self._last_planner.model != self.fingerprint:
                 build = partial(self.build_packs, progress=False)
-                host = Host(self.engine, self.fingerprint, self.template, self._attention, build)
+                host = Host(self.engine, self.fingerprint, self.template, self._attention, build, self.when_idle)
                 self._last_planner = Planner(host)
             return self._last_planner
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -197,11 +198,34 @@ def test_a_new_process_need_not_look_for_the_heads_again(anywhere, monkeypatch):
     first = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
     found = selector_of(engine.host)._found
     engine._last_planner = None
-    monkeypatch.setattr(Selector, "_shares", lambda *_: pytest.fail("they are kept"))
+    monkeypatch.setattr(Selector, "_next_text", lambda _: pytest.fail("they are kept"))
     again = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
     assert selector_of(engine.host)._found == found
     assert again.token_ids == first.token_ids
     engine._last_planner = None
+
+
+def test_heads_are_found_behind_an_answer_without_packs(tmp_path, monkeypatch):
+    engine, options, handles = five(tiny_engine.__wrapped__(), tmp_path / "packs")
+    before = Selector(engine.host)._heads()
+    shutil.rmtree(tmp_path / "cache")
+    engine.generate("Hello.", composer=SELECT, max_tokens=1)
+    engine.when_idle(lambda: None).result()
+    assert selector_of(engine.host)._found == before
+    monkeypatch.setattr(Selector, "_next_text", lambda _: pytest.fail("they are known"))
+    assert engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options).usage.unread_packs == 4
+
+
+def test_a_choice_finishes_the_search_that_the_background_began(tmp_path, monkeypatch):
+    engine, options, handles = five(tiny_engine.__wrapped__(), tmp_path / "packs")
+    whole = Selector(engine.host)._heads()
+    shutil.rmtree(tmp_path / "cache")
+    selector, texts, next_text = selector_of(engine.host), [], Selector._next_text
+    next(selector._search())
+    monkeypatch.setattr(Selector, "_next_text", lambda of: texts.append(of) or next_text(of))
+    engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
+    assert selector._found == whole
+    assert len(texts) == 3
 
 
 def test_more_packs_than_the_model_has_positions(tmp_path):
