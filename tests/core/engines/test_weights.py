@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from kp_core import PackStore, bundled_model, load_engine
 from kp_core.bundled import installed_file
+from kp_core.engines.hf import gguf
 from kp_core.engines.hf.identity import _split, digest_files, digest_tensors, identity_of
 from kp_core.engines.hf.loading import LOADING, _unpacked
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
@@ -292,6 +293,16 @@ def test_unpacked_weights_are_those_that_transformers_loads(write, dtype, tmp_pa
     assert set(unpacked) == set(expected)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in unpacked.items())
     assert {tensor.dtype for tensor in unpacked.values()} == {getattr(torch, dtype)}
+
+
+def test_shards_hold_what_one_file_holds(tmp_path, cache, monkeypatch):
+    file = write_gguf(tmp_path / "tiny.gguf")
+    whole = digest_files(_unpacked(file, torch.float32))
+    monkeypatch.setattr(gguf, "_SHARD", 20_000)
+    monkeypatch.setattr(gguf, "_ELEMENTS", 500)
+    gguf.unpack(file, torch.float32, tmp_path)
+    assert len([*tmp_path.glob("model-*.safetensors")]) > 2
+    assert digest_files(tmp_path) == whole
 
 
 def test_a_gguf_file_is_unpacked_once(tmp_path, cache, caplog):
