@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from langchain_core.callbacks import (
     AsyncCallbackManagerForRetrieverRun,
@@ -24,7 +24,7 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables.config import RunnableConfig, set_config_context
 from langchain_core.tools import BaseTool, StructuredTool
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from kp_core import Embedder, Fact, FactStore, Handle, KnowledgePack, Message, Packs, PackView, Question, Session
 from kp_core.banks import Filter, Hit
@@ -57,7 +57,7 @@ class PackRetriever(BaseRetriever):
     `precompile="now"` before the search returns. `kv` and `compress` are those of `kp_core.banks.delivery.Delivery`.
     """
 
-    store: Packs = Field(exclude=True)
+    store: Annotated[Packs, BeforeValidator(open_packs)] = Field(exclude=True)
     engine: Session | None = Field(default=None, exclude=True)
     namespace: str = "default"
     content: Literal["text", "handle"] = "text"
@@ -72,11 +72,6 @@ class PackRetriever(BaseRetriever):
         # Here and not in a validator, because Pydantic would wrap the error.
         refuse_unknown(fields, type(self).model_fields, type(self).__name__, self._hints)
         super().__init__(**fields)
-
-    @field_validator("store", mode="before")
-    @classmethod
-    def _open_store(cls, store: Any) -> Packs:
-        return open_packs(store)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -189,19 +189,16 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
                 return self._claim(request, (rights.begins, names), num_computed_tokens), False
         if not is_text or not ids or request.prompt_embeds is not None:
             return 0, False
+        names = rights.namespaces
         try:
-            return self._match(request, rights, num_computed_tokens), False
+            for parts in islice(self._stored.find(ids, names), _TRIED):
+                if self._stored.has(parts, names, num_computed_tokens):
+                    return self._claim(request, (parts, names), num_computed_tokens), False
+                if rights.save and self._ranks == 1:
+                    self._wanted.setdefault(request.request_id, (parts, names))
         except _ERRORS as error:
             logger.warning("The store of packs cannot be asked; all is computed: %s", error)
-            return 0, False
-
-    def _match(self, request: Any, rights: Rights, computed: int) -> int:  # noqa: ANN401
-        for parts in islice(self._stored.find(request.prompt_token_ids, rights.namespaces), _TRIED):
-            if self._stored.has(parts, rights.namespaces, computed):
-                return self._claim(request, (parts, rights.namespaces), computed)
-            if rights.save and self._ranks == 1:
-                self._wanted.setdefault(request.request_id, (parts, rights.namespaces))
-        return 0
+        return 0, False
 
     def _claim(self, request: Any, run: _Parts, computed: int) -> int:  # noqa: ANN401
         # The last token is always computed, for its logits.
