@@ -29,11 +29,6 @@ if TYPE_CHECKING:
     from kp_core import Session
 
 
-def checked_namespace(name: str | None) -> str | None:
-    """Check the namespace in an option, if given. Raises `PromptError` for an invalid name."""
-    return None if name is None else check_namespace(name)
-
-
 Place = Annotated[
     str, typer.Argument(metavar="COLLECTION", help="The folder of the collection, or the URL of a Chroma server.")
 ]
@@ -46,7 +41,8 @@ Where = Annotated[
     typer.Option("--where", metavar="JSON", help="""Only facts that match, e.g. '{"year": {"$gte": 1990}}'."""),
 ]
 Namespace = Annotated[
-    str | None, typer.Option("--namespace", help="Only facts of this namespace.", callback=checked_namespace)
+    str | None,
+    typer.Option(help="Namespace of the facts.", callback=lambda name: None if name is None else check_namespace(name)),
 ]
 
 

@@ -206,12 +206,12 @@ def read_csv(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]
     names: list[str] = []
     while True:
         try:
-            row = next(rows)
-        except StopIteration:
-            break
+            row = next(rows, None)
         except csv.Error as error:
             yield f"line {rows.line_num}", FactError(f"is not CSV ({error})")
             continue
+        if row is None:
+            break
         place = f"line {rows.line_num}"
         if not names:
             names = row
