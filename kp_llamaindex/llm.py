@@ -19,7 +19,6 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 from llama_index.core.bridge.pydantic import (
-    Field,
     SerializationInfo,
     SerializerFunctionWrapHandler,
     ValidationInfo,
@@ -36,7 +35,6 @@ from llama_index.core.tools import BaseTool
 from llama_index.core.types import BasePydanticProgram, PydanticProgramMode
 
 from kp_core import find_handles, strip_handles
-from kp_core.errors import OptionError
 from kp_core.plan.request import OPTIONS
 from kp_core.settings import GIVEN, ModelSettings
 from kp_llamaindex.messages import MEMORY, PartialAnswer, to_completion, to_messages, to_response
@@ -62,12 +60,6 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
     In serialised form, a store is its path. An engine, a steering, a composer and a store without a path become
     markers; they must be given again.
     """
-
-    pack_budget: int | None = Field(
-        default=None,
-        ge=0,
-        description="Positions kept for packs, which prompt helpers cannot see; by default half of them with a store.",
-    )
 
     @field_validator(*GIVEN, mode="before")
     @classmethod
@@ -96,13 +88,12 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Names and sizes. The context window is without `pack_budget`. Loads the engine."""
-        positions, budget = self._engine().max_positions, self.pack_budget
-        if budget is None:
-            budget = 0 if self.store is None else positions // 2
-        if budget >= positions:
-            raise OptionError(f"Got pack_budget={budget}; expected less than the model's {positions} positions.")
-        window = positions - budget
+        """Names and sizes. With a store, half of the positions are for packs, which prompt helpers cannot see.
+
+        Loads the engine.
+        """
+        positions = self._engine().max_positions
+        window = positions if self.store is None else positions - positions // 2
         return LLMMetadata(
             context_window=window,
             num_output=self._defaults().max_tokens or min(_DEFAULT_OUTPUT, window // 2),

@@ -147,7 +147,6 @@ def test_errors_come_through(tiny):
         ({"engine": tiny_engine(), "dtype": "float32"}, "the engine has its own"),
         ({"engine": "given"}, "expected that engine"),
         ({"placement": "above"}, "placement"),
-        ({"pack_budget": -1}, "pack_budget"),
     ],
 )
 def test_settings_that_contradict_each_other(settings, complaint):
@@ -165,12 +164,9 @@ def test_a_store_needs_namespaces_that_are_names(store):
 def test_the_context_window_leaves_room_for_packs(tiny, store):
     positions = tiny.engine.max_positions
     assert tiny.metadata.context_window == positions
-    assert tiny.model_copy(update={"pack_budget": 100}).metadata.context_window == positions - 100
     kept = KnowledgePackLLM(engine=tiny.engine, store=store, namespaces=["default"])
     assert kept.metadata.context_window == positions - positions // 2
     assert kept.metadata.num_output < kept.metadata.context_window
-    with pytest.raises(OptionError, match=f"less than the model's {positions} positions"):
-        _ = tiny.model_copy(update={"pack_budget": positions}).metadata
 
 
 def test_it_survives_serialisation(store):

@@ -164,7 +164,7 @@ def test_sixty_nodes_in_one_call(usages, store):
     ]
     sizes = [len(engine.tokenizer.encode(node.text)) for node in nodes]
     assert 90 < min(sizes) <= max(sizes) < 120
-    llm = KnowledgePackLLM(engine=engine, store=store, namespaces=["isles"], max_tokens=8, pack_budget=6800)
+    llm = KnowledgePackLLM(engine=engine, store=store, namespaces=["isles"], max_tokens=8)
     Settings.llm, Settings.tokenizer = llm, llm.token_ids
     index = made_isles(engine, store, nodes, llm, lazy=True)
     question = "Which room is painted 000000?"
