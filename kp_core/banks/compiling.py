@@ -135,9 +135,7 @@ def find_compiled(  # noqa: C901 - with the look at one pack, which the rest use
             except ShortTextError:
                 return False
             pack = store.peek(handle, PackKey(key.model, own_prefix))
-            if pack is None or pack.fingerprint != key.model:
-                return False
-            if (pack.prefix, pack.token_ids) != (own_prefix, token_ids):
+            if pack is None or (pack.fingerprint, pack.prefix, pack.token_ids) != (key.model, own_prefix, token_ids):
                 return False
         return lazy or pack.stored_bytes > 0 or not store.get(handle, pack.key).is_lazy
 

@@ -85,8 +85,6 @@ class SentenceTransformerEmbedder(Shared):
         *,
         name: str | None = None,
         query_prompt: str | None = None,
-        device: str | None = None,
-        batch_size: int = 32,
     ) -> None:
         self._source = None if model is None else os.fspath(model)
         # The path differs between machines; its last part usually names the model.
@@ -94,8 +92,6 @@ class SentenceTransformerEmbedder(Shared):
         self.name = name or given or _BUNDLED_NAME
         """See `Embedder.name`; known without loading the model."""
         self._query_prompt = query_prompt
-        self._device = device
-        self._batch_size = batch_size
         self._loaded: SentenceTransformer | None = None
         self.forked()
         make_anew(self)
@@ -105,14 +101,7 @@ class SentenceTransformerEmbedder(Shared):
         self._lock = threading.Lock()
 
     def _opens(self) -> Callable[[], SentenceTransformerEmbedder]:
-        return partial(
-            type(self),
-            self._source,
-            name=self.name,
-            query_prompt=self._query_prompt,
-            device=self._device,
-            batch_size=self._batch_size,
-        )
+        return partial(type(self), self._source, name=self.name, query_prompt=self._query_prompt)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
@@ -123,7 +112,6 @@ class SentenceTransformerEmbedder(Shared):
             return np.empty((0, len(self.embed_query("a"))), np.float32)
         vectors = self._model().encode_document(
             list(texts),
-            batch_size=self._batch_size,
             normalize_embeddings=True,
             show_progress_bar=len(texts) >= _MANY and sys.stderr.isatty(),
         )
@@ -131,7 +119,7 @@ class SentenceTransformerEmbedder(Shared):
 
     def embed_query(self, text: str) -> NDArray[np.float32]:
         """See `Embedder.embed_query`; uses the light numpy encoder if the bundled model is not loaded yet."""
-        if self._loaded is None and self._source is self._query_prompt is self._device is None:
+        if self._loaded is None and self._source is self._query_prompt is None:
             return self._alone(text)
         vector = self._model().encode_query(
             text, prompt=self._query_prompt, normalize_embeddings=True, show_progress_bar=False
@@ -148,7 +136,7 @@ class SentenceTransformerEmbedder(Shared):
                 with needing("Embedding text needs sentence-transformers", "embed"):
                     from sentence_transformers import SentenceTransformer
                 source = str(bundled_embedder()) if self._source is None else self._source
-                model = SentenceTransformer(source, device=self._device)
+                model = SentenceTransformer(source)
                 if not model.prompts.get("query") and self.name.rpartition("/")[2].lower().startswith(_ENGLISH_BGE):
                     model.prompts["query"] = _BGE_QUERY_PROMPT
                 self._loaded = model

@@ -45,27 +45,21 @@ def is_made(blobs: Blobs) -> bool:
     return any(key == "secret" or _NAMED.fullmatch(key) for key, _ in blobs.list("secret"))
 
 
-def forget_secrets(blobs: Blobs, old: Sequence[bytes]) -> None:
-    """Remove the names of `old` secrets, which no handle of the store uses any more."""
-    for secret in old:
-        blobs.delete(_name(secret))
-
-
 def _check(blobs: Blobs, given: Sequence[bytes]) -> None:
     """Check the secrets against the names in the store; writes the name of the first one before any pack."""
     names = {key for key, _ in blobs.list(f"{_FOLDER}/") if _NAMED.fullmatch(key)}
-    if unknown := names - {_name(secret) for secret in given}:
+    if unknown := names - {name_of(secret) for secret in given}:
         raise PackError(
             f"{blobs} was made with {'another secret' if len(names) == len(unknown) else 'one secret more'} "
             f"({', '.join(sorted(unknown))}). Give the one it was made with, behind the new one while it is rotated."
         )
-    if _name(given[0]) in names:
+    if name_of(given[0]) in names:
         return
     if not names:
         _check_empty(blobs)
         if blobs.stat("secret"):
             raise PackError(f"{blobs} has a secret of its own, in the file `secret`; open it without one.")
-    blobs.write(_name(given[0]), [], if_absent=True)
+    blobs.write(name_of(given[0]), [], if_absent=True)
 
 
 def _stored_secret(blobs: Blobs) -> bytes:
@@ -94,5 +88,6 @@ def _check_empty(blobs: Blobs) -> None:
     )
 
 
-def _name(secret: bytes) -> str:
+def name_of(secret: bytes) -> str:
+    """Return the key of the empty blob that stands for a configured secret."""
     return f"{_FOLDER}/{blake2b(digest_size=16, key=secret, person=b'kp-secret-v1').hexdigest()}"

@@ -34,7 +34,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace, mint
 from kp_core.packs.objects import open_blobs
 from kp_core.packs.pack import KnowledgePack, PackKey, common_length, decode_text, encode_text
-from kp_core.packs.secret import forget_secrets, load_secrets
+from kp_core.packs.secret import load_secrets, name_of
 from kp_core.packs.uses import last_use_of
 from kp_core.packs.view import Packs
 from kp_core.progress import bar_of
@@ -370,7 +370,8 @@ class PackStore(Packs):
                 self.put(self.get(handle, pack.key))
             self.remove(handle)
             moved += 1
-        forget_secrets(self.blobs, self.secrets[1:])
+        for secret in self.secrets[1:]:  # No handle uses them any more.
+            self.blobs.delete(name_of(secret))
         return moved
 
     def verify(self) -> Iterator[tuple[Handle, str]]:

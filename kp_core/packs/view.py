@@ -180,11 +180,11 @@ class PackView:
     def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack | None:
         """Return the pack without its KV; without a `key`, the first entry for the `model`."""
         pack = self.source.peek(handle, self._key(key))
-        return pack and self._usable(pack, handle)
+        return pack and usable(pack, self.model, self.mismatch, str(handle))
 
     def get(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:
         """Return the pack with its KV."""
-        return self._usable(self.source.get(handle, self._key(key)), handle)
+        return usable(self.source.get(handle, self._key(key)), self.model, self.mismatch, str(handle))
 
     def has(self, entry: Entry) -> int:
         """See `Packs.has`."""
@@ -200,9 +200,6 @@ class PackView:
 
     def _key(self, key: PackKey | None) -> PackKey | None:
         return PackKey(self.model) if key is None and self.model is not None else key
-
-    def _usable(self, pack: KnowledgePack, handle: Handle) -> KnowledgePack:
-        return pack if self.model is None else usable(pack, self.model, self.mismatch, str(handle))
 
     def resolve(self, handle: Handle, role: str) -> KnowledgePack | None:
         """Return the pack without KV if `role` may bring it in, otherwise `None`."""
@@ -254,15 +251,15 @@ def why_unresolved(name: str, view: PackView | None, role: str | None = None) ->
     return f"{what} in {view.source.blobs or view.source}"
 
 
-def usable(pack: KnowledgePack, model: ModelFingerprint, mismatch: Mismatch, name: str) -> KnowledgePack:
-    """Return `pack` as `model` may use it: unchanged, or as its text alone, to be computed anew.
+def usable(pack: KnowledgePack, model: ModelFingerprint | None, mismatch: Mismatch, name: str) -> KnowledgePack:
+    """Return `pack` as `model`, if any, may use it: unchanged, or as its text alone, to be computed anew.
 
     A pack of another model, or of this one in other numerics, raises `PackError`, but is computed anew
     with `mismatch="rebuild"`. It is always computed anew if another release or kind of processor only rounded it
     differently.
     """
     fingerprint = pack.fingerprint
-    if fingerprint in (model, ModelFingerprint.unknown()) or fingerprint.is_edit_of(model):
+    if model is None or fingerprint in (model, ModelFingerprint.unknown()) or fingerprint.is_edit_of(model):
         return pack
     if model.engine == "vllm" and fingerprint.same_model(model):
         # A server decides itself which KV it reads; only the tokens matter here.
@@ -290,7 +287,7 @@ def explicit_packs(
             continue
         handle = Handle.parse(pack)
         # The caller named it, not a message, so trusted roles do not matter.
-        resolved = None if view is None else replace(view, trusted_roles={"system"}).resolve(handle, "system")
+        resolved = view.peek(handle) if view and handle.namespace in view.namespaces else None
         if resolved is None:
             raise PackNotFoundError(f"{handle} does not resolve: {why_unresolved(str(pack), view)}.")
         references.append(PackRef(str(pack), resolved))

@@ -75,7 +75,7 @@ def parts_of(engine, folder):
         "packs": (store, lambda of: str(of.handle(TEXT, "default"))),
         "memory": (facts, lambda of: [hit.fact.text for hit in of.search(TEXT, 1)]),
         "chroma": (chroma, lambda of: [hit.fact.text for hit in of.search(TEXT, 1)]),
-        "embedder": (SentenceTransformerEmbedder("a/b", batch_size=4), repr),
+        "embedder": (SentenceTransformerEmbedder("a/b", query_prompt="q: "), repr),
         "chat": (chat, lambda of: of.invoke("Hi").text),
         "bound": (chat.bind(max_tokens=2), lambda of: asyncio.run(of.ainvoke("Hi")).text),
         "llm": (KnowledgePackLLM(engine=engine, max_tokens=3), lambda of: of.complete("Hi").text),

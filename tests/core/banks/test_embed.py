@@ -18,7 +18,7 @@ TEXTS = ["A cat.", "The harbour master of Port Averley keeps nine bells in a row
 
 @pytest.fixture(scope="module")
 def embedder() -> SentenceTransformerEmbedder:
-    return SentenceTransformerEmbedder(batch_size=2)
+    return SentenceTransformerEmbedder()
 
 
 def test_rows_are_normalised_and_in_order(embedder: SentenceTransformerEmbedder) -> None:
