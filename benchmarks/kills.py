@@ -27,7 +27,7 @@ from rich.progress import track
 
 from benchmarks import common
 from kp_core import ChromaFactStore, Fact, KnowledgePack, KVTensors, ModelFingerprint, PackStore, Prefix
-from kp_core.banks.client import open_client
+from kp_core.banks.chroma import open_client
 from kp_core.errors import KnowledgePackError, PackNotFoundError
 
 __all__ = ["kill_facts", "kill_packs", "main", "run"]

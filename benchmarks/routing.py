@@ -33,7 +33,7 @@ from rich.progress import track
 from benchmarks import common
 from benchmarks.synthetic import synthetic
 from kp_core import ChromaFactStore, Fact, SentenceTransformerEmbedder, bundled_embedder
-from kp_core.banks.client import open_client
+from kp_core.banks.chroma import open_client
 
 __all__ = ["main", "run"]
 

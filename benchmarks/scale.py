@@ -33,7 +33,7 @@ from rich.progress import track
 
 from benchmarks import common, routing
 from kp_core import ChromaFactStore, Fact, Hit, SentenceTransformerEmbedder, bundled_embedder
-from kp_core.banks.client import open_client
+from kp_core.banks.chroma import open_client
 
 __all__ = ["main", "run"]
 
@@ -53,7 +53,7 @@ from pathlib import Path
 import chromadb, numpy as np
 from benchmarks.scale import AtHand
 from kp_core import ChromaFactStore
-from kp_core.banks.client import open_client
+from kp_core.banks.chroma import open_client
 
 def resident():
     pages = Path("/proc/self/statm")

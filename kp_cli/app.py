@@ -157,7 +157,7 @@ def _top(
         typer.echo(importlib.metadata.version("knowledge-packs"))
         raise typer.Exit
     if context.invoked_subcommand is None:
-        from kp_core.banks.client import is_fact_store
+        from kp_core.banks.chroma import is_fact_store
 
         collections = sorted(folder.name for folder in Path().iterdir() if is_fact_store(folder))
         typer.echo(_GUIDE + (f"\n\nCollections here: {plain(', '.join(collections))}" if collections else ""))

@@ -18,7 +18,7 @@ from kp_cli import waiting
 from kp_cli.options import JsonFlag, PlaceOptions, TargetPath, is_collection, is_store, spread
 from kp_cli.output import table_of, tell
 from kp_core import KnowledgePack, PackStore
-from kp_core.banks.client import is_url
+from kp_core.banks.chroma import is_url
 from kp_core.banks.delivery import Delivery
 from kp_core.bundled import cache_directory, converted_folders
 from kp_core.errors import FactError, FactStoreLockedError, PackError

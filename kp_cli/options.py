@@ -20,7 +20,7 @@ from kp_cli import importing, waiting
 from kp_core import SentenceTransformerEmbedder
 from kp_core.banks import ChromaFactStore, Filter
 from kp_core.banks.base import content_id
-from kp_core.banks.client import is_fact_store, is_url
+from kp_core.banks.chroma import is_fact_store, is_url
 from kp_core.bundled import check_reachable
 from kp_core.errors import FactError, ModelError
 from kp_core.packs.handle import check_namespace

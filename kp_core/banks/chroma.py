@@ -1,4 +1,4 @@
-"""Facts in Chroma: in a folder, on a server or through any client."""
+"""Facts in Chroma: in a folder, on a server or through any client. The only module that imports chromadb."""
 
 from __future__ import annotations
 
@@ -6,26 +6,33 @@ import itertools
 import json
 import math
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
+from urllib.parse import urlsplit
 
 import numpy as np
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from kp_core.banks.base import Fact, Filter, Hit
-from kp_core.banks.client import FACTS, MARKER, SCHEMA, check_unlocked, is_url, open_client, prepared, version_of
 from kp_core.banks.embed import Embedder, SentenceTransformerEmbedder, as_embedder, normalised
 from kp_core.banks.filters import ORDERED, predicate
 from kp_core.banks.store import BANK_SIZE, FactStore, Row, Vectors, alive, ranked
-from kp_core.errors import FactError, KnowledgePackError, gone
+from kp_core.bundled import needing
+from kp_core.errors import FactError, FactStoreLockedError, KnowledgePackError, gone
+from kp_core.packs.blobs import replace_file
 from kp_core.pickling import Shared
 from kp_core.threads import check_process
 
+_FACTS, _SCHEMA = "facts", 1
+_MARKER, _LOCK = "kp.json", "kp.lock"
+_LOCKED_SECONDS = 4.0
+_NUMBERS = itertools.count(1)
 _OURS = "kp:"  # Prefix of our names in metadata of records and collections.
 _BUNDLED = "all-MiniLM-L6-v2"
 _HNSW = {"space": "cosine", "ef_search": 200}
@@ -84,11 +91,11 @@ class ChromaFactStore(FactStore):
         self._process = os.getpid()
         if path is not None and not is_url(path):
             self.path = Path(path)
-            self._lock = prepared(self.path, read_only=read_only, wait=wait)
+            self._lock = _prepared(self.path, read_only=read_only, wait=wait)
         try:
             with _told(self.where):
                 if self.path is not None and self._lock is None:
-                    self._version = version_of(self.path)
+                    self._version = _version_of(self.path)
                 self._client = client or open_client(path, shared=self._version is None, timeout_s=timeout_s, **server)
                 collections = self._listed()
             marker = next(map(_about, collections.values()), {})
@@ -151,8 +158,8 @@ class ChromaFactStore(FactStore):
     def _listed(self) -> dict[str, Any]:
         """Return our fact collections, by namespace."""
         ours = ((_about(collection), collection) for collection in self._client.list_collections())
-        facts = ((about.get("namespace"), collection) for about, collection in ours if about.get("kind") == FACTS)
-        return {str(name): collection for name, collection in facts if collection.name == f"kp-{name}-{FACTS}"}
+        facts = ((about.get("namespace"), collection) for about, collection in ours if about.get("kind") == _FACTS)
+        return {str(name): collection for name, collection in facts if collection.name == f"kp-{name}-{_FACTS}"}
 
     def _spaces(self, namespace: str | None) -> list[str]:
         self._check_open()
@@ -166,9 +173,9 @@ class ChromaFactStore(FactStore):
 
     def _collection(self, space: str) -> Any:  # noqa: ANN401
         if space not in self._opened and not self._spaces(space):
-            marker = {"kind": FACTS, "schema": SCHEMA, "namespace": space, "embedder": self.embedder.name}
+            marker = {"kind": _FACTS, "schema": _SCHEMA, "namespace": space, "embedder": self.embedder.name}
             marker["bank_size"] = self.bank_size
-            collection = self._own_collection(f"kp-{space}-{FACTS}", marker, _HNSW)
+            collection = self._own_collection(f"kp-{space}-{_FACTS}", marker, _HNSW)
             self._opened[space] = self._checked_collection(collection)
         return self._opened[space]
 
@@ -297,7 +304,7 @@ class ChromaFactStore(FactStore):
             finally:
                 if self.path is not None and name not in _READS:
                     # The clock of files is too coarse: two changes would have one time.
-                    os.utime(self.path / MARKER, ns=(time.time_ns(),) * 2)
+                    os.utime(self.path / _MARKER, ns=(time.time_ns(),) * 2)
 
     def _own_collection(self, name: str, about: Mapping[str, Any], hnsw: Mapping[str, Any]) -> Any:  # noqa: ANN401
         """Return our collection of this name; creates it, with `about` as its marker, if there is none.
@@ -319,9 +326,9 @@ class ChromaFactStore(FactStore):
 
     def _checked_collection(self, collection: Any) -> Any:  # noqa: ANN401
         marker = _about(collection)
-        if marker["schema"] != SCHEMA:
+        if marker["schema"] != _SCHEMA:
             raise FactError(
-                f"{self.where}: {collection.name} has schema {marker['schema']}; this release knows {SCHEMA}."
+                f"{self.where}: {collection.name} has schema {marker['schema']}; this release knows {_SCHEMA}."
             )
         if marker["embedder"] != self.embedder.name:
             sample = collection.get(limit=1, include=["embeddings"])["embeddings"]
@@ -347,14 +354,14 @@ class ChromaFactStore(FactStore):
         if self._closed:
             raise FactError(f"{self.where} was closed. Open it again with `ChromaFactStore(path)`.")
         if self.path is not None:
-            check_unlocked(self.path, writing=False)
-            if self._version is not None and self._version != version_of(self.path):
+            _check_unlocked(self.path, writing=False)
+            if self._version is not None and self._version != _version_of(self.path):
                 self._reopen(self.path)
 
     def _reopen(self, path: Path) -> None:
         """Read the folder anew: Chroma never reads again what another process has changed."""
         with self._writing, _told(self.where):
-            version = version_of(path)
+            version = _version_of(path)
             if version == self._version:
                 return
             former, self._former = self._former, self._client
@@ -369,10 +376,128 @@ class ChromaFactStore(FactStore):
         if self.read_only:
             raise FactError(f"{self.where} was opened with read_only=True. Open it without to change it.")
         if self.path is not None:
-            check_unlocked(self.path, writing=True)
+            _check_unlocked(self.path, writing=True)
 
 
 _WRITING: dict[str, threading.RLock] = {}
+
+
+def open_client(
+    path: str | os.PathLike[str] | None,
+    *,
+    shared: bool = True,
+    timeout_s: float = 60.0,
+    headers: Mapping[str, str] | None = None,
+    **server: Any,  # noqa: ANN401 - tenant, database
+) -> Any:  # noqa: ANN401 - the library's own types are unions of unions
+    """Open a client of a folder or a server; without `shared`, one that reads the folder's files anew."""
+    with needing("ChromaFactStore needs chromadb", "chroma"):
+        import chromadb
+        from chromadb.config import Settings
+    settings = Settings(anonymized_telemetry=False)
+    if path is None or not is_url(path):
+        _check_unlocked(Path(path or "."), writing=True)
+        # Chroma identifies an open folder by the path it was given, even after the process changes its directory.
+        # All clients of one spelling share what Chroma has read of the files.
+        spelling = "" if shared else "".join((os.sep, f"{os.sep}.")[int(bit)] for bit in f"{next(_NUMBERS):b}")
+        return chromadb.PersistentClient(f"{Path(path or '.').resolve()}{spelling}", settings=settings, **server)
+    import httpx
+
+    url = urlsplit(str(path))
+    try:
+        httpx.get(f"{url.scheme}://{url.netloc}/api/v2/heartbeat", timeout=timeout_s, headers=dict(headers or {}))
+    except httpx.HTTPError as error:
+        raise FactError(
+            f"There is no Chroma server at {path} ({type(error).__name__}: {error}). Start it with "
+            "`chroma run --path FOLDER`, on a trusted network only."
+        ) from error
+    secure = url.scheme == "https"
+    client = chromadb.HttpClient(
+        url.hostname or "localhost",
+        url.port or (443 if secure else 8000),
+        ssl=secure,
+        headers=dict(headers or {}),
+        settings=settings,
+        **server,
+    )
+    # By default, Chroma's client waits forever.
+    client._server._session.timeout = httpx.Timeout(timeout_s)  # noqa: SLF001 - there is no other way
+    return client
+
+
+def _version_of(path: Path) -> tuple[int, int]:
+    """Return what changes when a store has changed the database in this folder, or another folder took its place."""
+    with suppress(FileNotFoundError):  # It is being replaced.
+        stat = (path / _MARKER).stat()
+        return stat.st_ino, stat.st_mtime_ns
+    return 0, 0
+
+
+def is_fact_store(path: Path) -> bool:
+    """Whether this folder holds a `ChromaFactStore`."""
+    return (path / _MARKER).is_file()
+
+
+def _prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
+    """Lock our folder, creating it if it is empty; returns `None` for a reader."""
+    if not is_fact_store(path):
+        names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+        names = [name for name in names if name != "packs" and not name.startswith("kp.") and not name.endswith(".tmp")]
+        if "chroma.sqlite3" in names:
+            raise FactError(
+                f"{path} holds a Chroma database that we did not make; it stays as it is. Give another folder, "
+                "or put a retriever of LangChain or LlamaIndex over it (docs/vector-stores.md)."
+            )
+        if names:
+            raise FactError(
+                f"{path} holds other things ({', '.join(names[:3])}), and stays as it is. Give a new folder."
+            )
+        if read_only:
+            raise FactError(f"Got {path} to read; there are no facts in it. Add some there first.")
+        replace_file(path / _MARKER, [json.dumps({"kind": _FACTS, "schema": _SCHEMA}).encode()])
+        with suppress(OSError):  # The folder may have existed with wider rights, which Chroma's files inherit.
+            path.chmod(0o700)
+    if read_only:
+        return None
+    lock = FileLock(path / _LOCK, thread_local=False, is_singleton=True, mode=0o600)
+    try:
+        lock.acquire(timeout=wait)
+    except Timeout as error:
+        raise FactStoreLockedError(
+            f"{path} is open for writing in another process. Wait for it (`wait=seconds`), read with `read_only=True`, "
+            "or let both use a server (`chroma run`)."
+        ) from error
+    return lock
+
+
+def _check_unlocked(path: Path, *, writing: bool) -> None:
+    """Raise `FactStoreLockedError` if a process locks the database: Chroma would wait for minutes and ignore signals.
+
+    With `writing`, also if another process is writing.
+    """
+    file = path / "chroma.sqlite3"
+    if not file.is_file():
+        return
+    uri = f"{file.resolve().as_uri()}?mode={'rw' if writing else 'ro'}"
+    try:
+        with closing(sqlite3.connect(uri, uri=True, timeout=_LOCKED_SECONDS, isolation_level=None)) as opened:
+            opened.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            if writing:
+                opened.execute("BEGIN IMMEDIATE")
+                opened.execute("ROLLBACK")
+    except sqlite3.OperationalError as error:
+        # Chroma handles everything else, e.g. rolling back what a killed writer left.
+        if "locked" in str(error):
+            raise FactStoreLockedError(
+                f"{file} is locked; another process holds it. Wait for that, or end it."
+            ) from error
+    except sqlite3.DatabaseError as error:
+        raise FactError(f"{file} is no database, or damaged ({error}). Restore the folder from a copy.") from error
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is the URL of a server."""
+    return str(path).startswith(("http://", "https://"))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from chromadb.utils.embedding_functions import ONNXMiniLM_L6_V2
 
 from kp_cli.sources import read_facts
 from kp_core import ChromaFactStore, SentenceTransformerEmbedder
-from kp_core.banks.client import open_client
+from kp_core.banks.chroma import open_client
 from tests.cli.conftest import ENVIRONMENT, FACTS, Kp, as_json
 
 TINY = ("--engine", "tests.cli.engines:tiny", "--max-tokens", "2")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kp_core import ChromaFactStore, load_engine
-from kp_core.banks.client import open_client
+from kp_core.banks.chroma import open_client
 from tests.cli.conftest import FACTS, Kp, as_json, started
 from tests.conftest import until
 from tests.ggufs import write_gguf

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kp_core.banks import ChromaFactStore, MemoryFactStore
-from kp_core.banks.client import open_client
+from kp_core.banks.chroma import open_client
 from tests.conftest import until
 from tests.kits import HashEmbedder
 

@@ -242,7 +242,7 @@ def test_what_is_not_ours_is_refused_and_untouched(tmp_path, foreign):
 
 @pytest.mark.slow
 def test_a_database_that_cannot_be_read_says_so_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("kp_core.banks.client._LOCKED_SECONDS", 0.2)
+    monkeypatch.setattr("kp_core.banks.chroma._LOCKED_SECONDS", 0.2)
     with ChromaFactStore(tmp_path, HashEmbedder()) as store:
         store.add(facts_of(3))
     with sqlite3.connect(tmp_path / "chroma.sqlite3", isolation_level=None) as other:
@@ -460,7 +460,7 @@ def locked(folder, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["EXCLUSIVE", "IMMEDIATE"])
 def test_a_database_that_somebody_else_holds_is_said_to_be_locked(how, tmp_path, monkeypatch):
-    monkeypatch.setattr("kp_core.banks.client._LOCKED_SECONDS", 0.2)
+    monkeypatch.setattr("kp_core.banks.chroma._LOCKED_SECONDS", 0.2)
     with ChromaFactStore(tmp_path / "facts", HashEmbedder()) as facts:
         facts.add([Fact("A gate.")])
         with locked(tmp_path / "facts", how):
