@@ -31,7 +31,7 @@ _COMMANDS = {
     "search": ("searching", "Find the facts nearest to a question."),
     "ask": ("asking", "Answer from a collection: one question, or one after another."),
     "play": ("play", "A page in the browser: packs and text side by side."),
-    "status": ("checking", "What a collection or a store of packs holds."),
+    "status": ("checking", "What a collection, store or entry holds."),
     "verify": ("checking", "Check that a collection or a store of packs can be trusted."),
     "doctor": ("doctor", "Machine, packages, whether a model is supported, and where storing KV pays."),
     "serve": ("serving", "Serve a model with its packs to a team, on vLLM."),

@@ -22,6 +22,7 @@ from kp_core.banks.chroma import is_url
 from kp_core.banks.delivery import Delivery
 from kp_core.bundled import cache_directory, converted_folders
 from kp_core.errors import FactError, FactStoreLockedError, PackError
+from kp_core.packs.entry import open_entry
 from kp_core.packs.store import default_room
 
 _MOST_ROWS = 20
@@ -34,7 +35,9 @@ _Shown: TypeAlias = tuple[dict[str, Any], list[RenderableType]]
 
 @spread
 def status(
-    path: Annotated[str | None, typer.Argument(metavar="[PATH]", help="A collection or a store of packs.")] = None,
+    path: Annotated[
+        str | None, typer.Argument(metavar="[PATH]", help="A collection, a store of packs or an entry of one.")
+    ] = None,
     *,
     options: PlaceOptions,
     as_json: JsonFlag = False,
@@ -49,15 +52,8 @@ def status(
     elif is_collection(path):
         report, shown = _about_collection(path, options)
     else:
-        report, shown = _about_store(_checked(path))
+        report, shown = _about_store(path) if is_store(path) else _about_entry(Path(path))
     tell(report, Group(*shown), as_json=as_json)
-
-
-def _checked(path: str) -> str:
-    """`path`. Raises `FactError` unless it is a store of packs."""
-    if not is_store(path):
-        raise FactError(f"{path} is neither a collection nor a store of packs. {_HINT}")
-    return path
 
 
 def _about_models() -> _Shown:
@@ -88,6 +84,25 @@ def _about_collection(path: str, options: PlaceOptions) -> _Shown:
         return report, [table_of(report), f"No packs yet. `kp build {path} --compile` or `kp ask` compiles some."]
     packs, shown = _about_store(folder)
     return {**report, "packs": packs}, [table_of(report), *shown]
+
+
+def _about_entry(path: Path) -> _Shown:
+    if not path.is_file():
+        raise FactError(f"{path} is neither a collection, nor a store of packs, nor the entry of one. {_HINT}")
+    try:
+        file = open_entry(path.read_bytes())
+    except PackError as error:
+        raise PackError(f"{path} is no entry of a store, or damaged: {error}") from error
+    report = {
+        "owners": sorted(file.entry.owners),
+        "tokens": len(file.entry.token_ids),
+        "prefix_tokens": file.entry.at,
+        "label": file.entry.label,
+        "compression": file.compression,
+        "fingerprint": file.entry.model.to_dict(),
+        "file_bytes": path.stat().st_size,
+    }
+    return report, [table_of(report)]
 
 
 def _about_store(path: str) -> _Shown:
@@ -163,8 +178,8 @@ def verify(
     """
     # This command reports what opening would log.
     logging.getLogger("kp_core").setLevel(logging.ERROR)
-    if not is_collection(path):
-        _checked(path)
+    if not is_collection(path) and not is_store(path):
+        raise FactError(f"{path} is neither a collection nor a store of packs. {_HINT}")
     with waiting("Checking"):
         faults, orphans, packs = _check(path, options)
         left = faults

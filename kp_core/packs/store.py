@@ -103,7 +103,9 @@ class PackStore(Packs):
         try:
             self.secrets = load_secrets(self.blobs, secret)
         except NotADirectoryError as error:
-            raise PackError(f"{self.blobs} is a file, or lies in one; expected a folder.") from error
+            raise PackError(
+                f"{self.blobs} is a file, or lies in one; expected a folder. `kp status FILE` shows an entry."
+            ) from error
         except OSError as error:
             if self.blobs.is_far:
                 raise PackError(str(error)) from error

@@ -129,7 +129,7 @@ def test_rows_that_make_no_fact_stop_a_build_or_are_counted(kp: Kp, tmp_path: Pa
         (["remove", "nothing", "--unused"], 1, "There is no collection in nothing"),
         (["status", "nothing"], 1, "neither a collection"),
         (["verify", "nothing"], 1, "neither a collection"),
-        (["status", "facts.jsonl"], 1, "neither a collection nor a store"),
+        (["status", "facts.jsonl"], 1, "facts.jsonl is no entry of a store, or damaged"),
         (["verify", "facts.jsonl"], 1, "neither a collection nor a store"),
         (["ask", "bank", "x", "--unit", "page"], 2, "'page' is not one of 'fact', 'bank', 'document'"),
         (["ask", "bank", "x", "--model", "./nothing"], 1, "kp:"),

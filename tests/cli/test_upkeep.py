@@ -144,6 +144,7 @@ def test_verify_repairs_vectors_and_names_packs_that_no_fact_uses(kp: Kp, bank: 
 def test_verify_looks_at_the_database_and_the_packs(kp: Kp, bank: Path) -> None:
     assert kp(*COMPILE)[0] == 0
     pack = next((bank / "packs").glob("packs/*/*/*.safetensors"))
+    assert pack.name[:21] in as_json(kp("status", str(pack), "--json"))["owners"][0]
     data = bytearray(pack.read_bytes())
     data[-5] ^= 1
     pack.write_bytes(data)
