@@ -113,20 +113,17 @@ class Calibration:
 
     def rows_of(self, composer: str, packs: int, tokens: int) -> list[CalibrationRow]:
         """For each kind of question, the nearest row of `composer` that covers such packs; empty if a kind has none."""
-        found = []
-        for kind in dict.fromkeys(row.kind for row in self.rows):
-            of_kind = [row for row in self.rows if (row.composer, row.kind) == (composer, kind)]
-            covering = [row for row in of_kind if packs <= row.packs and tokens <= row.tokens]
-            if not covering:
-                return []
-            found.append(min(covering, key=lambda row: (row.packs, row.tokens)))
-        return found
+        covering = {kind: list[CalibrationRow]() for kind in dict.fromkeys(row.kind for row in self.rows)}
+        for row in self.rows:
+            if row.composer == composer and packs <= row.packs and tokens <= row.tokens:
+                covering[row.kind].append(row)
+        if not all(covering.values()):
+            return []
+        return [min(rows, key=lambda row: (row.packs, row.tokens)) for rows in covering.values()]
 
     def to_json(self) -> str:
         """The text that `of_json` reads."""
-        rows = ",\n".join(f"  {json.dumps(asdict(row))}" for row in self.rows)
-        heads = f'"heads": {json.dumps(self.heads)}, ' if self.heads else ""
-        return f'{{"model": {json.dumps(self.model)}, {heads}"rows": [\n{rows}\n]}}\n'
+        return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def of_json(cls, text: str) -> Calibration:
@@ -225,22 +222,20 @@ class Calibrations:
         Exact composition if there is none. Returns the reason, too. `packs` packs stand side by side, the longest of
         `tokens` tokens.
         """
-        best: tuple[tuple[int, float], str, CalibrationRow] | None = None
-        is_measured = False
+        kept_by, is_measured = list[tuple[int, float, str, CalibrationRow]](), False
         for name in dict.fromkeys(row.composer for row in calibration.rows):
             is_supported = composer_of(name).needs in self._supports
             rows = calibration.rows_of(name, packs, tokens) if is_supported else []
             is_measured |= bool(rows)
             if rows and all(row.kept >= kept and row.low >= low for row in rows):
                 ratio, worst = statistics.mean(row.ratio for row in rows), min(rows, key=lambda row: row.low)
-                # Times over another number of packs cannot be compared; the nearest number comes first.
-                rank = max(row.packs for row in rows), ratio
-                if ratio < 1 and (best is None or rank < best[0]):
-                    best = rank, name, worst
-        if best is None:
+                if ratio < 1:
+                    kept_by.append((max(row.packs for row in rows), ratio, name, worst))
+        if not kept_by:
             found = f"no other keeps {kept:.0%} of the right answers" if is_measured else "nothing was measured"
             return ExactComposer(), f"{found} over {packs} packs of up to {tokens} tokens"
-        (_, ratio), name, worst = best
+        # Times over another number of packs cannot be compared; the nearest number comes first.
+        _, ratio, name, worst = min(kept_by, key=lambda best: best[:2])
         reason = (
             f"it has {worst.kept:.0%} of the text's right answers (at least {worst.low:.0%}; {worst.questions} "
             f"questions over {worst.packs} packs) at {ratio:.2f} of its time to first token"
