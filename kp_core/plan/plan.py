@@ -198,9 +198,7 @@ class Plan:
 
 
 def plan_regions(
-    prompt: Prompt,
-    sources: Mapping[Span, Composer | None] = {},
-    steered: Sequence[Region] = (),
+    prompt: Prompt, sources: Mapping[Span, Composer | None] = {}, steered: Sequence[Region] = ()
 ) -> tuple[Region, ...]:
     """Divide a prompt into regions, in order. A pack in `sources` is filled by its composer, or uses its own KV.
 

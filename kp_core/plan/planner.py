@@ -63,10 +63,7 @@ class Planner:
         self._met, self._lock = dict[Hashable, None](), threading.Lock()
 
     def plan(
-        self,
-        messages: Sequence[Message] | str,
-        request: Request,
-        tokens: int | None = None,
+        self, messages: Sequence[Message] | str, request: Request, tokens: int | None = None
     ) -> tuple[Plan, Learned, Sequence[Hashable]]:
         """The plan of one request, the packs to compile when the engine is idle, and what it met (`note`).
 

@@ -63,7 +63,7 @@ class ChatTemplate:
                 "The tokenizer has no chat template; answers of a chat model depend on it. Set "
                 "`tokenizer.chat_template` to the model's Jinja template."
             )
-        self._tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer
         self._options = dict(options or {})
         self._encoder = PromptEncoder(tokenizer, self._written())
         self._shaper = TurnShaper(self._render)
@@ -80,7 +80,7 @@ class ChatTemplate:
     @property
     def source(self) -> str:
         """The Jinja source of the template."""
-        source = self._tokenizer.chat_template
+        source = self.tokenizer.chat_template
         return source if isinstance(source, str) else repr(sorted(source.items()))
 
     @property
@@ -337,7 +337,7 @@ class ChatTemplate:
 
     def _written(self) -> str:
         """Return all literal text of the template, or of all templates if there are several."""
-        source = self._tokenizer.chat_template
+        source = self.tokenizer.chat_template
         try:
             return "".join(map(_literals, [source] if isinstance(source, str) else source.values()))
         except Exception as error:
@@ -345,9 +345,9 @@ class ChatTemplate:
 
     def _render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         variables = {"tools": None, "documents": None, **self._options, **options}
-        tokens = getattr(self._tokenizer, "special_tokens_map", {})
+        tokens = getattr(self.tokenizer, "special_tokens_map", {})
         try:
-            source = self._tokenizer.get_chat_template(tools=variables["tools"])
+            source = self.tokenizer.get_chat_template(tools=variables["tools"])
             return str(_compiled(source).render({**tokens, "messages": messages, **variables}))
         except Exception as error:
             roles = ", ".join(message["role"] for message in messages)

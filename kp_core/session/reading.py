@@ -95,31 +95,26 @@ class Generation:
         return tuple(span.handle for span in self.prompt.spans)
 
 
-def grammar_of(template: ChatTemplate, tokenizer: Any, prompt: Prompt, request: Request) -> tuple[str | None, bool]:  # noqa: ANN401
+def grammar_of(template: ChatTemplate, prompt: Prompt, request: Request) -> tuple[str | None, bool]:
     """The grammar of the answer, `None` if any answer will do; and whether `prompt` has begun a `<think>` block."""
     form, thought = template.tool_format, template.thought
     thinks = thought == THINK
     opened = thinks and prompt.rendered.rstrip().endswith(THINK[0])
     if request.shape.is_free(form, thought):
         return None, opened
-    return request.shape.grammar(form, partial(_special, tokenizer), thinks=thinks, opened=opened), opened
+    return request.shape.grammar(form, partial(_special, template.tokenizer), thinks=thinks, opened=opened), opened
 
 
 def read_answer(
-    plan: Plan,
-    stream: TokenStream,
-    template: ChatTemplate,
-    tokenizer: Any,  # noqa: ANN401
-    request: Request,
+    plan: Plan, stream: TokenStream, template: ChatTemplate, request: Request
 ) -> Generator[Delta, None, Generation]:
     """Yields the answer in pieces and returns all of it. Raises `GenerationTimeoutError` when its time is up.
 
     Each piece has the log-probabilities of new tokens, if the stream has any; the last piece may have nothing else.
     """
-    parts, decoder = _readers(plan, template, tokenizer, request)
-    text = VisibleText(request.stop)
-    tokens = list[int]()
-    bytes_of, logprobs = token_bytes(tokenizer) if request.gives_logprobs else None, list[TokenLogprob]()
+    parts, decoder = _readers(plan, template, request)
+    text, tokens = VisibleText(request.stop), list[int]()
+    bytes_of, logprobs = token_bytes(template.tokenizer) if request.gives_logprobs else None, list[TokenLogprob]()
 
     def told(deltas: Iterable[Delta]) -> Iterator[Delta]:
         for delta in deltas:
@@ -149,7 +144,7 @@ def read_answer(
         reason = "stop" if text.stopped else stream.finish
         if parts.calls and reason == "stop":
             reason = "tool_calls"
-        miss, calls = miss_of(plan, stream.found_tokens, tokenizer, request.shape.tools), tuple(parts.calls)
+        miss, calls = miss_of(plan, stream.found_tokens, template, request.shape.tools), tuple(parts.calls)
         usage = usage_of(plan, stream, len(tokens), stream.ttft_s if tokens else 0.0, miss)
         return Generation(
             *(parts.text, tuple(tokens), reason, usage, plan.prompt, stream.first_logits, calls, parts.reasoning),
@@ -157,33 +152,25 @@ def read_answer(
         )
 
 
-def _readers(
-    plan: Plan,
-    template: ChatTemplate,
-    tokenizer: Any,  # noqa: ANN401
-    request: Request,
-) -> tuple[AnswerReader | HarmonyReader, StreamDecoder]:
+def _readers(plan: Plan, template: ChatTemplate, request: Request) -> tuple[AnswerReader, StreamDecoder]:
     """What tells the parts of an answer from one another, and what decodes its tokens one by one.
 
     Of special tokens, only the marks of calls and thoughts have text.
     """
-    form, thought = template.tool_format, template.thought
-    tools = {tool.name: tool.parameters for tool in request.shape.callable}
-    is_harmony, shape = form is HARMONY, request.shape
+    form, thought, shape = template.tool_format, template.thought, request.shape
+    tools = {tool.name: tool.parameters for tool in shape.callable}
     untagged = 0
     if tools and shape.choice == "auto" and shape.schema is None:
         untagged = 1 if shape.parallel is False else sys.maxsize
-    parts = (
-        HarmonyReader(tools, untagged=untagged)
-        if is_harmony
-        else AnswerReader(form if tools else None, tools, thought=thought, opened=plan.opened, untagged=untagged)
-    )
-    markers = form.markers if tools or is_harmony else ()
+    parts: AnswerReader = HarmonyReader(tools, untagged=untagged)
+    if form is not HARMONY:
+        parts = AnswerReader(form if tools else None, tools, thought=thought, opened=plan.opened, untagged=untagged)
+    markers = form.markers if tools or form is HARMONY else ()
     if thought is not None:
         # `<|channel>thought` is a special token and then a word.
         markers += tuple(match[0] for mark in thought if (match := re.match(r"<[^<>]*>|\[[^\[\]]*\]", mark)))
-    kept = {token: marker for marker in markers if (token := _special(tokenizer, marker)) is not None}
-    return parts, StreamDecoder(tokenizer.backend_tokenizer, kept)
+    kept = {token: marker for marker in markers if (token := _special(template.tokenizer, marker)) is not None}
+    return parts, StreamDecoder(template.tokenizer.backend_tokenizer, kept)
 
 
 class StreamDecoder:
@@ -297,7 +284,7 @@ def usage_of_all(plans: Sequence[Plan], stream: TokenStream) -> Usage:
     )
 
 
-def miss_of(plan: Plan, found: int, tokenizer: Any, tools: Iterable[Tool]) -> str:  # noqa: ANN401
+def miss_of(plan: Plan, found: int, template: ChatTemplate, tools: Iterable[Tool]) -> str:
     """Why tokens are computed, in a sentence: the first of them, and what put it there. Empty if there are none.
 
     The prefix tree has the first `found` tokens. The sentence quotes the prompt itself, and nothing of others.
@@ -308,7 +295,8 @@ def miss_of(plan: Plan, found: int, tokenizer: Any, tools: Iterable[Tool]) -> st
     if at == 0:
         why = "no beginning of the prompt is in memory or stored" if plan.reuse else "the request says reuse=False"
         return f"Computed from the first token on: {why}."
-    prompt, quoted = plan.prompt, tokenizer.decode(plan.prompt.token_ids[at : at + _QUOTED])
+    prompt, tokenizer = plan.prompt, template.tokenizer
+    quoted = tokenizer.decode(prompt.token_ids[at : at + _QUOTED])
     number = bisect_right(prompt.breaks, at)
     if quoted.lstrip().startswith(tuple(tokenizer.all_special_tokens)):  # What stands around the next message.
         number += 1

@@ -67,13 +67,7 @@ class Session(Shared):
     both at the call. Several threads may use one session.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        name: str | None = None,
-        template: ChatTemplate | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, *, name: str | None = None, template: ChatTemplate | None = None) -> None:
         self.engine, self.name = engine, name or type(engine).__name__
         self.loads: Callable[[], Session] | None = None
         """Loads it in another process; `None` if nothing can. `load_engine` sets it."""
@@ -239,7 +233,7 @@ class Session(Shared):
         limit.check(0)
         if stream.first_logits is None:
             raise CancelledError("The prefill was cancelled.")
-        miss = miss_of(plan, stream.found_tokens, self.tokenizer, request.shape.tools)
+        miss = miss_of(plan, stream.found_tokens, self.template, request.shape.tools)
         usage = usage_of(plan, stream, 0, limit.spent, miss)
         return Generation("", (), stream.finish, usage, plan.prompt, stream.first_logits)
 
@@ -306,8 +300,7 @@ class Session(Shared):
                 raise
         self._keep(plans[0], request, stream)
         return Decisions(
-            {key: question.decided(shares[key]) for key, question in questions.items()},
-            usage_of_all(plans, stream),
+            {key: question.decided(shares[key]) for key, question in questions.items()}, usage_of_all(plans, stream)
         )
 
     def explain(self, messages: Sequence[Message] | str, **options: Any) -> Explanation:  # noqa: ANN401
@@ -315,7 +308,7 @@ class Session(Shared):
         request = Request.of(options)
         plan = self._plan(messages, request, learn=False)
         found, is_bitwise = self._planner.cached_tokens(plan), "bitwise" in self.supports
-        miss = miss_of(plan, found, self.tokenizer, request.shape.tools)
+        miss = miss_of(plan, found, self.template, request.shape.tools)
         return Explanation.of(plan, found, is_bitwise=is_bitwise, miss=miss)
 
     def build_pack(  # noqa: PLR0913 - as `build_packs`
@@ -457,16 +450,11 @@ class Session(Shared):
         )
 
     def _plan(
-        self,
-        messages: Sequence[Message] | str,
-        request: Request,
-        *,
-        tokens: int | None = None,
-        learn: bool = True,
+        self, messages: Sequence[Message] | str, request: Request, *, tokens: int | None = None, learn: bool = True
     ) -> Plan:
         planner = self._planner
         plan, learned, met = planner.plan(messages, request, tokens)
-        grammar, opened = grammar_of(self.template, self.tokenizer, plan.prompt, request)
+        grammar, opened = grammar_of(self.template, plan.prompt, request)
         sources = {region.source for region in plan.regions}
         self._need("steer", "steering", needed="steered" in sources)
         self._need("compose", f"composer={request.composer.key!r}", needed="composed" in sources)
@@ -494,7 +482,7 @@ class Session(Shared):
 
     def _answer(self, plan: Plan, request: Request, stream: TokenStream) -> Generator[Delta, None, Generation]:
         with self._idle.request():
-            generation = yield from read_answer(plan, stream, self.template, self.tokenizer, request)
+            generation = yield from read_answer(plan, stream, self.template, request)
         self._keep(plan, request, stream)
         usage = generation.usage
         log_event(logger, "packs read", packs=len(plan.prompt.spans), **{**vars(usage), "miss": bool(usage.miss)})
@@ -543,10 +531,8 @@ def _beginning(key: object, messages: Any = None, packs: Iterable[Any] | None = 
         expected = "expected a conversation, or a mapping of `messages` and options"
         raise OptionError(f"The request {key!r} has no messages; {expected}.")
     names = [str(getattr(pack, "text", pack)) for pack in packs or ()]
-    said = (
-        messages if isinstance(messages, str) else [f"{each.get('role')}: {each.get('content')}" for each in messages]
-    )
-    return "\n".join((*names, *([said] if isinstance(said, str) else said)))
+    said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    return "\n".join((*names, *(f"{message.get('role')}: {message.get('content')}" for message in said)))
 
 
 def _of_asyncio(options: Mapping[str, Any]) -> tuple[Request, Limit]:
