@@ -97,12 +97,15 @@ class Planner:
         prompt = replace(rendered(arranged.turns), unread=arranged.unread, unresolved=len(handles))
         prompt, composed = self._laid_out(prompt, arranged.composer, request, host)
         prompt, sources, learned = self._sources(prompt, composed, view)
-        steered = self._steered(prompt, request)
+        steered, room = self._steered(prompt, request), self._engine.max_positions - len(prompt)
+        budget = tokens if tokens is not None else request.max_tokens or min(_DEFAULT_MAX_TOKENS, max(room, 1))
+        if budget > room:
+            raise ContextOverflowError(len(prompt), budget, self._engine.max_positions)
         plan = Plan(
             prompt,
             plan_regions(prompt, sources, steered),
             request.sampling,
-            self._budget(prompt, request, tokens),
+            budget,
             packs=view,
             reuse=request.reuse,
             model=self.model,
@@ -196,14 +199,6 @@ class Planner:
     def cached_tokens(self, plan: Plan) -> int:
         """How many tokens of a prompt, from the first on, are in memory."""
         return self._engine.cached_tokens(plan) if isinstance(self._engine, HasCache) and plan.reuse else 0
-
-    def _budget(self, prompt: Prompt, request: Request, tokens: int | None) -> int:
-        """How many tokens the answer may take. Raises `ContextOverflowError` if they do not fit after the prompt."""
-        room = self._engine.max_positions - len(prompt)
-        budget = tokens if tokens is not None else request.max_tokens or min(_DEFAULT_MAX_TOKENS, max(room, 1))
-        if budget > room:
-            raise ContextOverflowError(len(prompt), budget, self._engine.max_positions)
-        return budget
 
     def note(self, met: Iterable[Hashable]) -> None:
         """Remember what a request met: what it meets again is compiled or kept."""

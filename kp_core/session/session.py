@@ -31,10 +31,8 @@ from kp_core.errors import (
 from kp_core.events import log_event
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import Compression
-from kp_core.packs.entry import Entry
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
-from kp_core.packs.view import Packs
 from kp_core.pickling import Shared
 from kp_core.plan.composer import Host
 from kp_core.plan.engine import CAPABILITIES, Attends, Branches, Compiles, Engine, HasCache, TokenStream
@@ -492,7 +490,16 @@ class Session(Shared):
         """Store the KV that the engine gave back for `Plan.keep`: now if that was asked for, else when it is idle."""
         if plan.packs is None or not stream.kept:
             return
-        steps = partial(_written, plan.packs.source, stream.kept)
+        store, kept = plan.packs.source, stream.kept
+
+        def steps() -> Iterator[None]:
+            for entry, kv in kept:
+                try:
+                    store.write(entry, kv)
+                except (OSError, PackError) as error:
+                    logger.warning("KV of %s could not be kept: %s", ", ".join(sorted(entry.owners)), error)
+                yield
+
         if request.keep == "always" or plan.prompt.marked:
             deque(steps(), maxlen=0)
         else:
@@ -513,16 +520,6 @@ class Session(Shared):
         with suppress(ModelError):  # The next such request tries again.
             for pack, plan in learned:
                 self.when_idle(partial(stored, pack, plan))
-
-
-def _written(store: Packs, kept: Sequence[tuple[Entry, KVTensors]]) -> Iterator[None]:
-    """Store one entry per step; on an I/O error, skip the entry."""
-    for entry, kv in kept:
-        try:
-            store.write(entry, kv)
-        except (OSError, PackError) as error:
-            logger.warning("KV of %s could not be kept: %s", ", ".join(sorted(entry.owners)), error)
-        yield
 
 
 def _beginning(key: object, messages: Any = None, packs: Iterable[Any] | None = None, **_: object) -> str:  # noqa: ANN401

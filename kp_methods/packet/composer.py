@@ -60,10 +60,7 @@ class PacketComposer(MeasuredComposer):
         `check` tests at use whether it fits a model. Raises `OptionError` for a file that is missing, damaged or of
         another kind.
         """
-        return cls._of(*read_signed(wrapper, _ENVELOPE))
-
-    @classmethod
-    def _of(cls, content: dict[str, Any], tensors: dict[str, Tensor]) -> PacketComposer:
+        content, tensors = read_signed(wrapper, _ENVELOPE)
         try:
             fingerprint = ModelFingerprint.from_dict(mapping(content["fingerprint"], "fingerprint"))
             return cls(tensors["header"], tensors["trailer"], fingerprint, mapping(content["training"], "training"))
@@ -74,12 +71,8 @@ class PacketComposer(MeasuredComposer):
 
     def save(self, path: str | Path) -> Path:
         """Write the wrapper to `path` atomically, replacing an existing file; raises `OptionError` if that fails."""
-        return write_signed(path, _ENVELOPE, *self._content)
-
-    @property
-    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         content = {"fingerprint": self.fingerprint.to_dict(), "training": dict(self.training)}
-        return content, {"header": self.header, "trailer": self.trailer}
+        return write_signed(path, _ENVELOPE, content, {"header": self.header, "trailer": self.trailer})
 
     @cached_property
     def soft(self) -> SoftTokens:
