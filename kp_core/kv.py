@@ -99,14 +99,11 @@ class KVTensors:
             raise PackError("Got nothing to concatenate; expected at least one KVTensors.")
         if len({(run.layers, run.dtype, run.device) for run in runs}) > 1:
             raise PackError("Got parts that differ in layers, dtype or device; expected parts of one model.")
-        try:
-            return KVTensors(
-                tuple(torch.cat([run.keys[layer] for run in runs], dim=1) for layer in range(runs[0].layers)),
-                tuple(torch.cat([run.values[layer] for run in runs], dim=1) for layer in range(runs[0].layers)),
-                runs[-1].states,
-            )
-        except RuntimeError as error:
-            raise PackError(f"The parts do not fit together: {error}") from error
+        keys, values = (
+            tuple(torch.cat(layer, dim=1) for layer in zip(*sides, strict=True))
+            for sides in ([run.keys for run in runs], [run.values for run in runs])
+        )
+        return KVTensors(keys, values, runs[-1].states)
 
     def clone(self) -> KVTensors:
         """Return a compact copy that shares no storage."""

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from kp_core.errors import KnowledgePackError
@@ -28,18 +28,14 @@ _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
-class Forked(Protocol):
-    """Something with threads, locks or connections."""
-
-    def forked(self) -> None:
-        """Make them anew. Called in a forked process, before anything else runs there."""
+_ours = WeakSet[Any]()
 
 
-_ours: WeakSet[Forked] = WeakSet()
+def make_anew(*parts: object) -> None:
+    """Call `forked()` of each of `parts` first in every process that is forked from this one, while they exist.
 
-
-def make_anew(*parts: Forked) -> None:
-    """Call `forked` of each of `parts` in every process that is forked from this one, as long as they exist."""
+    It makes their threads, locks and connections anew.
+    """
     _ours.update(parts)
 
 

@@ -167,7 +167,8 @@ class AnswerReader:
         """Before a call: the next thing is a name."""
         if self._form is None:
             raise AssertionError("calls are read in a format")
-        for marker in (self._form.trigger, self._form.closing.strip()):
+        # The brace ends the call before, if calls are objects.
+        for marker in ("}" if self._form.separator is None else "", self._form.trigger, self._form.closing.strip()):
             lead = self._buffer.lstrip()
             if marker and lead.startswith(marker):
                 self._buffer = lead[len(marker) :]
@@ -192,7 +193,7 @@ class AnswerReader:
             # Without a grammar, arguments may be invalid JSON; then there is no call.
             with suppress(ValueError):
                 self.calls.append(ToolCall(identity, name, json.loads("".join(pieces))))
-            self._step = self._between
+            self._step = self._head
 
     def _native(self, *, is_over: bool = False) -> Iterator[Delta]:
         """Inside a call with arguments in a syntax of its own: parse them when they are complete."""
@@ -209,14 +210,6 @@ class AnswerReader:
             self.calls.append(ToolCall(identity, name, arguments))
             self._step, self._buffer = self._head, self._buffer[rest:]
             return
-
-    def _between(self) -> Iterator[Delta]:
-        """After the arguments: skip the brace that ends the call, if the format has one."""
-        if self._form is not None and self._form.separator is not None:
-            self._step = self._head
-        elif self._buffer.lstrip().startswith("}"):
-            self._buffer, self._step = self._buffer.lstrip()[1:], self._head
-        yield from ()
 
     def _until(self, mark: str) -> tuple[str, bool]:
         """Take the text before `mark`; without the mark, keep trailing blanks and what may be its beginning."""
@@ -338,10 +331,6 @@ class HarmonyReader(AnswerReader):
     @property
     def _trigger(self) -> str:
         return _END
-
-    def _begin(self) -> Iterator[Delta]:
-        """A message header follows the arguments of a call, as after every message."""
-        return self._head()
 
     def _after_thought(self) -> Iterator[Delta]:
         self._step = self._head
