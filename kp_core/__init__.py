@@ -3,6 +3,8 @@
 Importing this package loads no library; the first use of a name imports it.
 """
 
+# ruff: noqa: I001 - it would put each name of the list for type checkers into an import of its own
+
 from __future__ import annotations
 
 import importlib
@@ -12,85 +14,45 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     # The same names as in `_PLACES`, for type checkers and editors.
-    from kp_core.banks import ChromaFactStore, Fact, FactStore, Hit, MemoryFactStore
-    from kp_core.banks.embed import Embedder, SentenceTransformerEmbedder
-    from kp_core.bundled import bundled_embedder
-    from kp_core.engines.hf.loading import bundled_model
-    from kp_core.engines.local.tree import PrefixTree
-    from kp_core.engines.shared import load_engine
-    from kp_core.errors import KnowledgePackError
-    from kp_core.kv import KVTensors
-    from kp_core.packs.fingerprint import ModelFingerprint
-    from kp_core.packs.handle import Handle, find_handles, strip_handles
-    from kp_core.packs.pack import KnowledgePack, Prefix
-    from kp_core.packs.store import PackStore
-    from kp_core.packs.view import Packs, PackView
-    from kp_core.plan.composer import Composer, ExactComposer
-    from kp_core.plan.engine import Engine, TokenStream
-    from kp_core.plan.plan import Plan, Sampling
-    from kp_core.plan.region import Region
-    from kp_core.plan.request import Request
-    from kp_core.prompt.conversation import Message
-    from kp_core.prompt.prompt import Prompt, Span
-    from kp_core.prompt.template import ChatTemplate
-    from kp_core.session.deciding import Decision, Decisions, Question
-    from kp_core.session.reading import Generation, Usage
-    from kp_core.session.session import Session
-    from kp_core.session.stream import AsyncStream, Stream
-    from kp_core.steering import Steering
-    from kp_core.tools import Delta, TokenLogprob, Tool, ToolCall, ToolCallDelta
-
-__all__ = [
-    "AsyncStream",
-    "ChatTemplate",
-    "ChromaFactStore",
-    "Composer",
-    "Decision",
-    "Decisions",
-    "Delta",
-    "Embedder",
-    "Engine",
-    "ExactComposer",
-    "Fact",
-    "FactStore",
-    "Generation",
-    "Handle",
-    "Hit",
-    "KVTensors",
-    "KnowledgePack",
-    "KnowledgePackError",
-    "MemoryFactStore",
-    "Message",
-    "ModelFingerprint",
-    "PackStore",
-    "PackView",
-    "Packs",
-    "Plan",
-    "Prefix",
-    "PrefixTree",
-    "Prompt",
-    "Question",
-    "Region",
-    "Request",
-    "Sampling",
-    "SentenceTransformerEmbedder",
-    "Session",
-    "Span",
-    "Steering",
-    "Stream",
-    "TokenLogprob",
-    "TokenStream",
-    "Tool",
-    "ToolCall",
-    "ToolCallDelta",
-    "Usage",
-    "bundled_embedder",
-    "bundled_model",
-    "find_handles",
-    "load_engine",
-    "strip_handles",
-]
-
+    from kp_core.banks import (
+        ChromaFactStore as ChromaFactStore,
+        Fact as Fact,
+        FactStore as FactStore,
+        Hit as Hit,
+        MemoryFactStore as MemoryFactStore,
+    )
+    from kp_core.banks.embed import Embedder as Embedder, SentenceTransformerEmbedder as SentenceTransformerEmbedder
+    from kp_core.bundled import bundled_embedder as bundled_embedder
+    from kp_core.engines.hf.loading import bundled_model as bundled_model
+    from kp_core.engines.local.tree import PrefixTree as PrefixTree
+    from kp_core.engines.shared import load_engine as load_engine
+    from kp_core.errors import KnowledgePackError as KnowledgePackError
+    from kp_core.kv import KVTensors as KVTensors
+    from kp_core.packs.fingerprint import ModelFingerprint as ModelFingerprint
+    from kp_core.packs.handle import Handle as Handle, find_handles as find_handles, strip_handles as strip_handles
+    from kp_core.packs.pack import KnowledgePack as KnowledgePack, Prefix as Prefix
+    from kp_core.packs.store import PackStore as PackStore
+    from kp_core.packs.view import Packs as Packs, PackView as PackView
+    from kp_core.plan.composer import Composer as Composer, ExactComposer as ExactComposer
+    from kp_core.plan.engine import Engine as Engine, TokenStream as TokenStream
+    from kp_core.plan.plan import Plan as Plan, Sampling as Sampling
+    from kp_core.plan.region import Region as Region
+    from kp_core.plan.request import Request as Request
+    from kp_core.prompt.conversation import Message as Message
+    from kp_core.prompt.prompt import Prompt as Prompt, Span as Span
+    from kp_core.prompt.template import ChatTemplate as ChatTemplate
+    from kp_core.session.deciding import Decision as Decision, Decisions as Decisions, Question as Question
+    from kp_core.session.reading import Generation as Generation, Usage as Usage
+    from kp_core.session.session import Session as Session
+    from kp_core.session.stream import AsyncStream as AsyncStream, Stream as Stream
+    from kp_core.steering import Steering as Steering
+    from kp_core.tools import (
+        Delta as Delta,
+        TokenLogprob as TokenLogprob,
+        Tool as Tool,
+        ToolCall as ToolCall,
+        ToolCallDelta as ToolCallDelta,
+    )
 
 _PLACES = {
     "bundled": "bundled_embedder",
@@ -124,6 +86,7 @@ _PLACES = {
 _METHODS = re.compile(r"\w+Composer|Calibration\w*|calibrate_composers|edit|compose")
 """What is in `kp_methods` from 0.3 on."""
 _MODULES = {name: f"{__name__}.{module}" for module, names in _PLACES.items() for name in names.split()}
+__all__ = sorted(_MODULES)  # noqa: PLE0605 - type checkers take the imports above, which say `as`
 
 
 if not TYPE_CHECKING:  # Hidden from type checkers, so that they report names that do not exist.
