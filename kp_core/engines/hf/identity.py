@@ -39,14 +39,7 @@ _FORMATS = {
 }
 _BLOCK = 1 << 20  # Bytes per read.
 _SETTLED_S = 10.0  # The digest of a file that was changed within so many seconds is not kept.
-_VOLATILE = {
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-}
+_VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 """Fields of a configuration that differ between loads or releases without changing what is computed."""
 
 

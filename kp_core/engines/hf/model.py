@@ -16,14 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kp_core.engines.hf.attention import attend
-from kp_core.engines.hf.kinds import (
-    LayersDone,
-    Network,
-    cache_of,
-    placed_cache_of,
-    positions_of,
-    rope_parameters,
-)
+from kp_core.engines.hf.kinds import LayersDone, Network, cache_of, placed_cache_of, positions_of, rope_parameters
 from kp_core.engines.hf.packed import PackedLinear
 from kp_core.engines.hf.replay import Replays
 from kp_core.engines.hf.rows import Rows, run_ragged

@@ -232,13 +232,7 @@ class _Group:
         )
 
     def attend(  # noqa: PLR0913
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        sinks: Tensor | None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, sinks: Tensor | None
     ) -> Tensor:
         """Attention of these rows; `query` and the result are `(rows, heads, head_dim)`."""
         own_keys, own_values = (own[self._layer_index[layer]] for own in self._own)

@@ -244,13 +244,7 @@ class LocalEngine:
                 self._run_model(self._renew())
 
     def prefill(
-        self,
-        plan: Plan,
-        capacity: int,
-        *,
-        logits: bool = True,
-        defers: bool = False,
-        limit: Limit = _NEVER,
+        self, plan: Plan, capacity: int, *, logits: bool = True, defers: bool = False, limit: Limit = _NEVER
     ) -> Run:
         """Prefill the prompt of `plan` into a buffer for `capacity` tokens; `logits` and `defers` are those of `Run`.
 
@@ -364,17 +358,16 @@ class LocalEngine:
     def _together(self, plans: list[Plan]) -> list[KVTensors]:
         """The KV of several plans, computed in one pass; empty when there is no room for that now."""
         start, shape, stops = plans[0].wanted[0], self.model.shape, [plan.wanted[1] for plan in plans]
-        run, reserved = self.prefill(plans[0], start, logits=False), 0
+        run, reserved = self.prefill(plans[0].until(start), start, logits=False), 0
         try:
             size = sum(KVBuffer.bytes_for(shape, stop) for stop in stops)
             if not self.pool.reserve(size):
                 return []
             reserved = size
             buffers = [KVBuffer(shape, stop) for stop in stops]
-            prefix_tokens = min(run.buffer.length, start)
             for buffer in buffers:
-                buffer.append(run.buffer.view_of(0, prefix_tokens))
-            ids = [plan.prompt.token_ids[prefix_tokens:stop] for plan, stop in zip(plans, stops, strict=True)]
+                buffer.append(run.buffer.view_of(0, start))
+            ids = [plan.prompt.token_ids[slice(*plan.wanted)] for plan in plans]
             with self.scheduler.prefill(sum(map(len, ids))):
                 self.model.ragged(buffers, ids)
             return [buffer.read(start, stop) for buffer, stop in zip(buffers, stops, strict=True)]

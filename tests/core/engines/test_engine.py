@@ -246,6 +246,17 @@ def test_batches_change_no_bit(dtype, monkeypatch):
         assert pack.kv.equal(alone.kv)
 
 
+def test_texts_that_a_prompt_already_began_with_are_built_together():
+    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    long, short = "The quay has boats. " * 16, "The quay has boats. " * 8
+    engine.clear_cache()
+    expected = [engine.build_pack(text).kv for text in (long, short)]
+    engine.generate(long, max_tokens=1)
+    engine.engine.pool.clear()  # A buffer for the prefix alone is shorter than what is in memory behind it.
+    packs = engine.build_packs([long, short], progress=False)
+    assert all(pack.kv.equal(kv) for pack, kv in zip(packs, expected, strict=True))
+
+
 @pytest.mark.parametrize("smol_of", bundled_dtypes(pytest.mark.nightly), indirect=True)
 def test_batches_of_the_real_model_change_no_bit(smol_of):
     texts = [f"Bell number {n} weighs {n + 3} stones and rings." for n in range(10, 34)]
