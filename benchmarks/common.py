@@ -275,7 +275,7 @@ def perplexity(engine: Any, messages: Any, answer: str, **options: Any) -> float
         )
         for at in range(len(tokens))
     ]
-    logits = engine.engine.branch(plans, kp_core.TokenStream(lambda _: iter(())))
+    logits = engine.engine.branch(plans, kp_core.TokenStream(lambda _: iter(())), [[token] for token in tokens])
     losses = [-float(row.double().log_softmax(-1)[token]) for row, token in zip(logits, tokens, strict=True)]
     return math.exp(statistics.fmean(losses))
 
