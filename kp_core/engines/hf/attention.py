@@ -38,6 +38,7 @@ _SMALL_MASK = 1 << 20  # Elements of a mask of which many are kept.
 _KEPT = 1 << 22  # Elements of the largest mask that is kept after its layer.
 _GIVES_FLOAT32 = hasattr(torch.ops.aten.bmm, "dtype")  # Newer versions of torch give sums unrounded, on CUDA.
 
+_SDPAParams, _can_use_flash = torch.backends.cuda.SDPAParams, torch.backends.cuda.can_use_flash_attention
 _sdpa = nn.functional.scaled_dot_product_attention
 # No public function returns the log-sum-exps.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001
@@ -125,8 +126,11 @@ def attend(  # noqa: PLR0913 - the inputs of attention
     """
     if query.device.type != "cpu" or torch.is_grad_enabled():
         return _by_mask(query, key, value, positions, scale, sees, sinks)
-    dim = value.shape[3]
-    key, value = _whole_tiles(key, value, positions[-1] + 1)
+    dim, whole = value.shape[3], -(-(positions[-1] + 1) // TILE) * TILE
+    missing_tokens, missing_width = max(whole - key.shape[2], 0), max(key.shape[3] - dim, 0)
+    if missing_tokens or missing_width:
+        key = nn.functional.pad(key[:, :, :whole], (0, 0, 0, missing_tokens))
+        value = nn.functional.pad(value[:, :, :whole], (0, missing_width, 0, missing_tokens))
     is_few = query.shape[2] <= _FEW and not sees.window
     outputs, start = [], 0
     for places in [tuple(positions)] if is_few else _by_tile(tuple(positions)):
@@ -292,17 +296,6 @@ def _by_tile(positions: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [tuple(inside) for _, inside in groupby(positions, lambda at: at // TILE)]
 
 
-def _whole_tiles(key: Tensor, value: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-    """Keys and values padded to whole tiles up to `stop`, and values to the width of keys."""
-    whole, missing_width = -(-stop // TILE) * TILE, max(key.shape[3] - value.shape[3], 0)
-    if key.shape[2] < whole or missing_width:
-        key, value = key[:, :, :whole], value[:, :, :whole]
-        missing_tokens = whole - key.shape[2]
-        key = nn.functional.pad(key, (0, 0, 0, missing_tokens))
-        value = nn.functional.pad(value, (0, missing_width, 0, missing_tokens))
-    return key, value
-
-
 def _by_mask(  # noqa: PLR0913
     query: Tensor,
     key: Tensor,
@@ -320,7 +313,9 @@ def _by_mask(  # noqa: PLR0913
     stop, new = positions[-1] + 1, query.shape[2]
     key, value = key[:, :, :stop], value[:, :, :stop]
     sees_all = positions[0] + new == stop and sees.first(positions[0]) == 0 == sees.first(positions[-1])
-    if sinks is None and sees_all and _takes_flash(query, key, value):
+    by_kernel = query.device.type == "cuda" and not torch.is_grad_enabled() and query.shape[3] % 8 == 0
+    asked = query, key, value, None, 0.0, False, True  # No mask, no dropout, not causal; heads share keys.
+    if sinks is None and sees_all and by_kernel and _can_use_flash(_SDPAParams(*asked)):
         # Here, `is_causal` lets the last token see all keys, however many tokens are new.
         flash: Tensor = _flash_cuda(query, key, value, 0.0, is_causal=True, scale=scale)[0]
         return flash
@@ -329,12 +324,12 @@ def _by_mask(  # noqa: PLR0913
     at = positions if isinstance(positions, range) else tuple(positions)
     bias_over = _kept_bias if torch.is_inference_mode_enabled() and new * stop <= _KEPT else _bias
     bias = bias_over(at, sees, query.dtype, query.device)
-    heads, width = query.shape[1], query.shape[3]
+    heads = query.shape[1]
     if sinks is not None:
         return by_products(query, key, value, bias, scale, sinks)
     # A mask together with `enable_gqa` falls back to a slow kernel.
     key, value = (side.repeat_interleave(heads // side.shape[1], dim=1) for side in (key, value))
-    if query.device.type != "cuda" or torch.is_grad_enabled() or width % 8 or value.shape[3] % 8:
+    if not by_kernel or value.shape[3] % 8:
         return _sdpa(query, key, value, attn_mask=bias, scale=scale)
     bias = bias.expand(1, heads, new, stop)
     efficient: Tensor = _efficient_cuda(query, key, value, bias, compute_log_sumexp=False, scale=scale)[0]
@@ -374,14 +369,6 @@ def by_products(  # noqa: PLR0913 - the inputs of attention
         weights(shares.reshape(heads, new, tokens))
     output = shares.to(value.dtype).reshape(kv_heads, -1, tokens) @ value[0]
     return output.reshape(1, heads, new, value.shape[3])
-
-
-def _takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    if query.device.type != "cuda" or torch.is_grad_enabled() or query.shape[3] % 8:
-        return False
-    return torch.backends.cuda.can_use_flash_attention(
-        torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, True)  # noqa: FBT003
-    )
 
 
 def _bias(positions: range | tuple[int, ...], sees: Sees, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -344,8 +344,11 @@ class Network:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.kind = kind_of(model.config)
-        self.network: Any = _own_view(model).eval()
-        """The model itself, for code that needs gradients."""
+        # RoPE frequencies are copied, because `longrope` writes them in every pass.
+        shared = (buffer for name, buffer in model.named_buffers() if not name.endswith("inv_freq"))
+        tensors = {id(tensor): tensor for tensor in chain(model.parameters(), shared)}
+        self.network: Any = copy.deepcopy(model, tensors).eval()
+        """A copy of the modules that shares the tensors, so that the caller's model keeps its own attention setting."""
         self.config: Any = self.network.config
         self.text: Any = self.config.get_text_config(decoder=True)
         """The part of the configuration for the language model."""
@@ -368,13 +371,3 @@ class Network:
         Empty if the model returns all logits.
         """
         return {"logits_to_keep": last} if self.keeps_logits else {}
-
-
-def _own_view(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the modules that shares the tensors, so that the caller's model keeps its own attention setting.
-
-    RoPE frequencies are copied, because `longrope` writes them in every pass.
-    """
-    shared = (buffer for name, buffer in model.named_buffers() if not name.endswith("inv_freq"))
-    tensors = chain(model.parameters(), shared)
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

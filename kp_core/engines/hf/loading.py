@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, partial
@@ -51,8 +50,6 @@ from kp_core.threads import threads_for_free_cores
 LOADING = ("attn_implementation", "device_map", "quantization_config", "revision", "token")
 """Further arguments of `load` for `from_pretrained`."""
 
-_CHUNK = defaultdict(lambda: 1024, cuda=8192)
-"""Most tokens of a pass by device. On a GPU, a short pass takes as long as a longer one."""
 # Errors for a damaged weight file, or one that pickles more than weights, which torch does not unpickle.
 _UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, UnpicklingError, RuntimeError, LookupError, EOFError)
 _TABLES = ("_modules", "_parameters", "_buffers")
@@ -134,7 +131,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         check=check,
         cache_bytes=cache_bytes,
         host_cache_bytes=host_cache_bytes,
-        pass_tokens=_CHUNK[causal.shape.device.type] if chunk_tokens is None else chunk_tokens,
+        pass_tokens=chunk_tokens,
         renew=renew,
     )
     return Session(engine, name=name_of(model), template=template)

@@ -28,6 +28,7 @@ class PackedLinear:
         """Inputs of fewer rows are padded to this number."""
         self.in_features, self.dtype = first.in_features, first.weight.dtype
         self._columns = [layer.out_features for layer in layers]
+        self.out_features = sum(self._columns)
         self._last: tuple[Tensor, tuple[Tensor, ...]] | None = None
         with torch.inference_mode():
             weights: list[Tensor] = [layer.weight for layer in layers]
@@ -39,11 +40,6 @@ class PackedLinear:
             self._bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
         for at, layer in enumerate(layers):
             vars(layer)["forward"] = partial(self._output, at, partial(nn.Linear.forward, layer))
-
-    @property
-    def out_features(self) -> int:
-        """Columns of the product."""
-        return sum(self._columns)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """The outputs of all layers for `rows`, side by side: `(..., in_features)` to `(..., out_features)`."""

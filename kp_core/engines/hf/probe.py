@@ -53,7 +53,6 @@ _ENOUGH = 2**21  # Outputs of single rows that are tried, if there are so many.
 _CUTS = ((1,), (7, 8, 9, 10), (3, 20))
 _TOKENS = 24
 _KEPT_S = 2.0  # Results of tests that took less processor time are not kept.
-_SLOW_S = 0.2  # Processor time of the first test from which on the bar is shown before the others.
 _UNPACKED_ROWS = 2048
 """Rows tried in products with matrices that are not packed, where as few as one row in 500 differs."""
 _FEWEST_ROWS, _DIVIDED = 321, 2**18
@@ -95,8 +94,6 @@ def _test(model: CausalModel, *, keep_attention: bool, result: Path | None) -> N
     with bar_of("Testing the arithmetic of this model", 3, "test") as bar:
         if not keep_attention:
             _install_attention(model)
-        if time.process_time() - started > _SLOW_S:
-            bar.refresh()  # Shown at once, as the other tests take ten times as long.
         if model.kind.is_recurrent:
             _check_states(model)
         bar.update()

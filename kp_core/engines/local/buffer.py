@@ -370,13 +370,11 @@ class BufferPool:
         with self._changed:
             self._queue.append(ticket)
         try:
-            while True:
-                if limit.is_set():
-                    raise CancelledError
-                with self._changed:
-                    if self._queue[0] is ticket:
-                        break
+            with self._changed:
+                while self._queue[0] is not ticket and not limit.is_set():
                     self._changed.wait(_LOOK_S if limit.may_end else None)
+            if limit.is_set():
+                raise CancelledError
             yield
         finally:
             with self._changed:

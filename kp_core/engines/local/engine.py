@@ -50,13 +50,15 @@ class LocalEngine:
         *,
         identity: Callable[[], ModelFingerprint],
         check: Callable[[], None],
-        pass_tokens: int,
+        pass_tokens: int | None = None,
         cache_bytes: int | None = None,
         host_cache_bytes: int | None = None,
         renew: Callable[[], Model] | None = None,
     ) -> None:
         self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
-        self._pass_tokens, device = pass_tokens, model.shape.device
+        device = model.shape.device
+        # On a GPU, a short pass takes as long as a longer one.
+        self._pass_tokens = pass_tokens or (8192 if device.type == "cuda" else 1024)
         self._cache_bytes = default_cache_bytes(device) if cache_bytes is None else cache_bytes
         if host_cache_bytes is None:
             # Pinned memory comes in powers of two, so this is up to a quarter of the memory.
