@@ -246,19 +246,14 @@ class Run:
         spans, packs = region.spans, []
         size = sum(span.pack.stored_bytes for span in spans)
         stored = in_threads(lambda span: None if span.soft else _stored(span, plan), spans, size)
-        loaded = [
-            pack if span.soft is None else self._softened(span, span.soft)
-            for span, pack in zip(spans, stored, strict=True)
-        ]
-        for span, pack in zip(spans, loaded, strict=True):
+        for span, found in zip(spans, stored, strict=True):
+            pack = found if span.soft is None else self._softened(span, span.soft)
             if pack is None or pack.kv is None:
                 logger.info("Pack %s has no KV for this position; it is computed from its text.", span.handle)
                 return None
             if not self._model.shape.fits(pack.kv):
-                logger.warning(
-                    "Pack %s has KV of other layers or states than the model; it is computed from its text.",
-                    span.handle,
-                )
+                what = "KV of other layers or states than the model"
+                logger.warning("Pack %s has %s; it is computed from its text.", span.handle, what)
                 return None
             packs.append(pack)
         return packs

@@ -183,19 +183,16 @@ class Scheduler:
         """The time until which steps wait for a prompt that is coming."""
         return max(self._freed, self._came) + _GRACE
 
-    def _is_for_prefill(self) -> bool:
-        """Whether prefill has the turn, and a prompt waits for the model or is about to."""
-        now = time.monotonic()
-        is_due = self._coming and not self._is_in_vain and now < self._grace
-        return bool(self._prefilling or is_due) and now < self._turn
-
     def _due(self, decoding: Decoding, came: float) -> list[Decoding] | None:
         """The steps that this thread must compute now, or `None`. Takes them from the waiting ones, and the model."""
-        if self._is_busy or decoding not in self._waiting or self._is_for_prefill():
+        now = time.monotonic()
+        is_prompt_due = self._coming and not self._is_in_vain and now < self._grace
+        is_for_prefill = (self._prefilling or is_prompt_due) and now < self._turn
+        if self._is_busy or decoding not in self._waiting or is_for_prefill:
             return None
         batch = [decoding]
         if (len(self._waiting) > 1 or self._together - {decoding}) and "batch" not in self.model.lacks:
-            if not self._together <= {*self._waiting} and time.monotonic() < self._until(came):
+            if not self._together <= {*self._waiting} and now < self._until(came):
                 return None
             room = _MOST_TOKENS - len(decoding.tokens)
             for candidate in self._waiting:
