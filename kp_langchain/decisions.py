@@ -19,16 +19,7 @@ from kp_core.settings import ModelSettings
 from kp_langchain.messages import PROVIDER, overflows, to_messages, usage_metadata
 
 try:
-    from langchain_core.decisions import (
-        BaseDecisionModel,
-        Choice,
-        ChoiceAnswer,
-        ClassifierResponse,
-        Noul,
-        NoulAnswer,
-        Score,
-        ScoreAnswer,
-    )
+    from langchain_core.decisions import BaseDecisionModel, Choice, ClassifierResponse, Noul, Score
 except ImportError as error:
     raise MissingDependencyError(
         f"KnowledgePackDecisions needs langchain-core 1.8 or newer; {__version__} is installed. "
@@ -85,24 +76,21 @@ class KnowledgePackDecisions(ModelSettings, BaseDecisionModel):  # type: ignore[
         return [{"role": "system", "content": self.system}, *messages] if self.system else messages
 
     def _response(self, questions: Mapping[str, Any], decided: Decisions) -> ClassifierResponse:
-        answers = {}
+        answers = dict[str, dict[str, Any]]()
         for key, question in questions.items():
             answer, shares = decided.answers[key], decided.answers[key].probabilities
             if isinstance(question, Noul):
-                answers[key] = NoulAnswer(type="noul", noul=shares["yes"])
-            elif isinstance(question, Choice):
-                answers[key] = ChoiceAnswer(
-                    type="choice", choice=answer.label, probabilities=dict(shares), confidence=answer.confidence
-                )
+                answers[key] = {"type": "noul", "noul": shares["yes"]}
+                continue
+            about: dict[str, Any]
+            if isinstance(question, Choice):
+                about = {"type": "choice", "choice": answer.label, "probabilities": dict(shares)}
             else:
-                answers[key] = ScoreAnswer(
-                    type="score",
-                    score=answer.score,
-                    legend=dict(enumerate(question.criteria)),
-                    probabilities=dict(enumerate(shares.values())),
-                    confidence=answer.confidence,
-                )
-        return ClassifierResponse(model=self.model_name, answers=answers, usage=usage_metadata(decided.usage))
+                about = {"type": "score", "score": answer.score, "legend": dict(enumerate(question.criteria))}
+                about["probabilities"] = dict(enumerate(shares.values()))
+            answers[key] = about | {"confidence": answer.confidence}
+        report = {"model": self.model_name, "answers": answers, "usage": usage_metadata(decided.usage)}
+        return ClassifierResponse.model_validate(report)
 
 
 def _question(question: Any) -> Question:
