@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 
 from kp_core import PackStore
-from kp_serve.access import KEYS_VARIABLE
+from kp_serve.wire import KEYS_VARIABLE
 
 __all__ = ["SETTINGS", "KpServer"]
 

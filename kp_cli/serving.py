@@ -19,7 +19,7 @@ import typer
 from kp_core import ModelFingerprint, PackStore
 from kp_core.errors import KnowledgePackError, MissingDependencyError, ModelError
 from kp_core.packs.codec import Compression
-from kp_serve.access import KEYS_VARIABLE, Access, read_keys
+from kp_serve.wire import KEYS_VARIABLE, Access, read_keys
 
 _Namespaces = Annotated[list[str], typer.Option("--namespace", metavar="NAME", help="May be given several times.")]
 _OURS = ("--host", "--port", "--dtype", "--model", "--kv-cache-dtype", "--kv-transfer-config", "--uds")

@@ -15,12 +15,11 @@ from kp_core.packs.handle import handles_like
 from kp_core.packs.view import PackRef, PackView, why_unresolved
 from kp_core.prompt.conversation import text_of
 from kp_core.session.reading import VisibleText
-from kp_serve.access import Access, access_of
 from kp_serve.asked import COMPUTED, FIRST_PACK
 from kp_serve.preparing import prepared
 from kp_serve.rights import Rights, salt_of
 from kp_serve.state import ServerState, answer_facts, refuse_unknown
-from kp_serve.wire import App, HTTPError, Receive, Scope, Send, Visit, replay, send_json
+from kp_serve.wire import Access, App, HTTPError, Receive, Scope, Send, Visit, access_of, replay, send_json
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,11 @@ from kp_core import Handle, ModelFingerprint, Region
 from kp_core.packs.entry import Entry, digest_of
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.prompt.prompt import SoftTokens
-from kp_serve.access import Access
 from kp_serve.asked import Placed, blocks_as_json, moved_packs, soft_of, steered
 from kp_serve.rights import Rights, salt_of
 from kp_serve.state import ServerState
 from kp_serve.stored import Part
-from kp_serve.wire import HTTPError, Visit
+from kp_serve.wire import Access, HTTPError, Visit
 
 _Step: TypeAlias = tuple[list[int] | Tensor, Rights]
 """A prompt, and the rights with which it is computed."""

@@ -22,9 +22,8 @@ from kp_core import ChatTemplate, Fact, FactStore, Handle, Hit, ModelFingerprint
 from kp_core.banks.delivery import Delivery, provenance_of
 from kp_core.errors import FactError, PackNotFoundError, PromptError
 from kp_core.packs.pack import KnowledgePack, PackKey
-from kp_serve.access import Access, read_keys
 from kp_serve.rights import Rights, salt_of, server_key
-from kp_serve.wire import HTTPError, Visit, send_bytes
+from kp_serve.wire import Access, HTTPError, Visit, read_keys, send_bytes
 
 VARIABLE = "KP_SERVE"
 """Environment variable with which `kp serve` passes its settings, as JSON, to the middleware."""

@@ -14,11 +14,10 @@ import torch
 import uvicorn
 
 from kp_core import KVTensors, MemoryFactStore, Prefix, load_engine
-from kp_serve.access import Access
 from kp_serve.engine import VLLMEngine
 from kp_serve.rights import Rights
 from kp_serve.stored import StoredKV
-from kp_serve.wire import send_json
+from kp_serve.wire import Access, send_json
 from tests.conftest import tiny_engine, until
 from tests.kits import HashEmbedder
 from tests.serve.test_serving import KEY, Gate, served

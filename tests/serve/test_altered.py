@@ -10,11 +10,11 @@ from kp_core.errors import PackError, UnsupportedRequestError
 from kp_core.packs.entry import digest_of
 from kp_core.plan.request import Request
 from kp_core.steering import preset
-from kp_serve.access import Access
 from kp_serve.asked import asked, blocks_as_json, steered
 from kp_serve.preparing import steered_steps
 from kp_serve.rights import Rights, salt_of
 from kp_serve.stored import StoredKV
+from kp_serve.wire import Access
 from tests.conftest import tiny_engine
 from tests.kits import NaiveComposer
 from tests.serve.gate import remote

@@ -15,13 +15,12 @@ from kp_core import KnowledgePack, KVTensors, PackStore, Prefix, load_engine
 from kp_core.errors import ModelError, OptionError, PackCorruptError, PackError
 from kp_core.packs.handle import Handle
 from kp_core.plan.request import Request
-from kp_serve.access import KEYS_VARIABLE, Access, access_of, read_keys
 from kp_serve.engine import VLLMEngine
 from kp_serve.middleware import PackMiddleware, until_end
 from kp_serve.rights import Rights, salt_of
 from kp_serve.state import ServerState
 from kp_serve.stored import StoredKV
-from kp_serve.wire import HTTPError, send_json
+from kp_serve.wire import KEYS_VARIABLE, Access, HTTPError, access_of, read_keys, send_json
 from tests.conftest import tiny_engine
 
 KEY = bytes(range(32))
