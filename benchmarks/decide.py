@@ -3,8 +3,8 @@
 `--part times`: 1, 8 and 32 questions behind a pack of `--tokens` tokens, seconds of processor time, or wall time on a
 GPU: `decide` with the pack in memory, from disk with an empty cache, and from disk in a new process that has answered
 something else before (once); the same tokens as one prompt behind the pack; the same questions one after another as
-answers of one token, and as answers held to a schema (of both, at most 8 are asked and the rest reckoned, as they are
-for `text`, where the state is sent as text and nothing is reused).
+answers of one token, and as answers held to a schema, which the system message shows, so that the pack is computed
+behind it before; and `text`: the state is sent as text and nothing is reused (one is asked, the rest reckoned).
 
 `--part lengths`: 32 questions of 16 to 128 tokens with four labels behind that pack, by rotations: seconds of `decide`,
 of the questions as one prompt, and of an answer of one token to each.
@@ -52,7 +52,7 @@ __all__ = ["main"]
 _COUNTS = (1, 8, 32)
 _LENGTHS, _LABELS = (16, 32, 64, 128), ("spring", "summer", "autumn", "winter")
 _REPEATS = 3
-_ASKED = 8
+_SCHEMA = {"type": "object", "properties": {"answer": {"enum": ["yes", "no"]}}, "required": ["answer"]}
 _WAYS = ("from_disk", "decide", "one_prompt", "one_token", "schema", "text")
 _SETS, _DOCUMENTS, _GRADE, _GRADED = ("world", "single"), 5, 0.5, 20
 _OPTION = re.compile(r"\n\([abcd]\) ")
@@ -91,7 +91,11 @@ def times(session: Session, arguments: argparse.Namespace, folder: str) -> Itera
                 if name in ("from_disk", "text"):
                     common.reset(session)
                 else:
-                    session.prefill(f"{handle}\n\nWhat?", view=PackStore(folder).view("default"))
+                    shared, view = f"{handle}\n\nWhat?", PackStore(folder).view("default")
+                    if name == "schema":
+                        session.generate(shared, view=view, max_tokens=24, response_schema=_SCHEMA)
+                    else:
+                        session.prefill(shared, view=view)
                 found.setdefault(name, []).append(_seconds(act, device) * share)
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             new = process.submit(_in_new_process, arguments, handle, folder, count).result()
@@ -127,9 +131,9 @@ def lengths(session: Session, arguments: argparse.Namespace, folder: str) -> Ite
                     partial(session.prefill, f"{handle}\n\n" + "\n".join(asked), view=view), arguments.device
                 )
             elif way == "one_token":
-                few = [f"{handle}\n\n{one}\n\nAnswer with {', '.join(_LABELS)}." for one in asked[:_ASKED]]
-                each: Any = partial(list, map(partial(session.generate, view=view, max_tokens=1), few))
-                seconds = _seconds(each, arguments.device) * len(asked) / _ASKED
+                each_asked = [f"{handle}\n\n{one}\n\nAnswer with {', '.join(_LABELS)}." for one in asked]
+                each: Any = partial(list, map(partial(session.generate, view=view, max_tokens=1), each_asked))
+                seconds = _seconds(each, arguments.device)
             else:
                 questions = {one: Question(one, _LABELS) for one in asked}
                 rotations: Any = way if way == "all" else int(way)
@@ -152,22 +156,20 @@ def _ways(
 ) -> Sequence[tuple[Callable[[], object], float]]:
     """What is timed for each of `_WAYS`, and by what its time is multiplied."""
     asked = [f"Does this passage say that the Lorne has a {_THINGS[n % 8]} of the age of {n}?" for n in numbers]
-    schema = {"type": "object", "properties": {"answer": {"enum": ["yes", "no"]}}, "required": ["answer"]}
     written = [f"{question}\n\nAnswer with yes or no, and nothing else." for question in asked]
     questions, view = dict(enumerate(map(Question, asked))), PackStore(folder).view("default")
-    few = written[:_ASKED]
 
     def each(**options: Any) -> None:  # noqa: ANN401
-        for question in few:
+        for question in written:
             session.generate(f"{handle}\n\n{question}", view=view, **options)
 
-    joint, share = "\n".join(written), len(asked) / len(few)
+    joint = "\n".join(written)
     return (
         (lambda: session.decide(handle, questions, view=view), 1),
         (lambda: session.decide(handle, questions, view=view), 1),
         (lambda: session.prefill(f"{handle}\n\n{joint}", view=view), 1),
-        (lambda: each(max_tokens=1), share),
-        (lambda: each(max_tokens=24, response_schema=schema), share),
+        (lambda: each(max_tokens=1), 1),
+        (lambda: each(max_tokens=24, response_schema=_SCHEMA), 1),
         (lambda: session.generate(f"{text}\n\n{written[0]}", max_tokens=1, reuse=False), len(asked)),
     )
 
