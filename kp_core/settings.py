@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Self, get_type_hints
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BaseModel,
     BeforeValidator,
@@ -51,6 +52,9 @@ _ROLES = {
 # Pydantic checks simple types; objects check themselves. The field `packs` takes handles, not packs.
 _PACKS = tuple[Annotated[str, BeforeValidator(lambda name: str(name) if isinstance(name, Handle) else name)], ...]
 _TYPES = get_type_hints(Request) | {"composer": Any, "steering": Any, "packs": _PACKS, "stop": list[str]}
+_Engine = Annotated[Session | None, BeforeValidator(lambda given: None if given is None else session_of(given))]
+_Roles = Annotated[tuple[str, ...], AfterValidator(lambda names: tuple(sorted({*map(core_role, names)})))]
+_Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)]
 _ALIASES = {"stop": AliasChoices("stop", "stop_sequences")}
 _FIELDS: dict[str, Any] = {
     name: (
@@ -73,9 +77,7 @@ class EngineSettings(BaseModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
 
-    engine: Annotated[Session | None, BeforeValidator(lambda given: None if given is None else session_of(given))] = (
-        Field(default=None, exclude=True, repr=False, description="A `Session` or an `Engine`.")
-    )
+    engine: _Engine = Field(default=None, exclude=True, repr=False, description="A `Session` or an `Engine`.")
     model: str | None = Field(
         default=None,
         validation_alias=AliasChoices("model", "model_name"),
@@ -90,7 +92,7 @@ class EngineSettings(BaseModel):
     store: Packs | None = Field(
         default=None, exclude=True, description="Where handles resolve: a `PackStore`, its path, or what acts as one."
     )
-    trusted_roles: tuple[str, ...] = Field(
+    trusted_roles: _Roles = Field(
         default=tuple(sorted(TRUSTED_ROLES)),
         description="Roles whose messages may bring packs, by the framework's names (`human`) or the core's (`user`).",
     )
@@ -102,11 +104,6 @@ class EngineSettings(BaseModel):
             return None if store is None else open_packs(store)
         except PackError as error:
             raise ValueError(str(error)) from error
-
-    @field_validator("trusted_roles")
-    @classmethod
-    def _name_roles(cls, roles: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(sorted({core_role(role) for role in roles}))
 
     def __getstate__(self) -> dict[Any, Any]:
         # LlamaIndex would leave out what cannot be pickled, and say so only in the log.
@@ -139,7 +136,7 @@ class ModelSettings(EngineSettings, _Options):  # type: ignore[misc]  # a table 
     `ModelError` for an invalid engine.
     """
 
-    namespaces: tuple[str, ...] = Field(
+    namespaces: _Names = Field(
         default=(), description="Namespaces whose handles resolve; required with `store`. One may be a string."
     )
 
@@ -150,11 +147,6 @@ class ModelSettings(EngineSettings, _Options):  # type: ignore[misc]  # a table 
     def _checked(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         aliases = (getattr(field.validation_alias, "choices", ()) for field in cls.model_fields.values())
         return checked_options(given, cls.__name__, (*cls.model_fields, *(name for names in aliases for name in names)))
-
-    @field_validator("namespaces", mode="before")
-    @classmethod
-    def _list_namespaces(cls, names: Any) -> Any:  # noqa: ANN401
-        return (names,) if isinstance(names, str) else names
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:

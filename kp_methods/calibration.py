@@ -13,12 +13,13 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from kp_core import Generation, PackStore, PackView, Session
 from kp_core.errors import KnowledgePackError, OptionError, PackError
@@ -41,6 +42,9 @@ SHIPPED = Path(__file__).parent / "calibrations"
 _WORDS = re.compile(r"\w+")
 _ARTICLES = {"a", "an", "the"}
 _COUNTS = ("questions", "right", "text_right")
+_Record: TypeAlias = tuple[int, bool, dict[str, tuple[bool, float]]]
+"""Most tokens of a pack of a question, whether the text answers it right, whether each composer does, and how long its
+first token takes as a share of the text's."""
 
 
 @dataclass(frozen=True)
@@ -322,7 +326,7 @@ def calibrate_composers(  # noqa: PLR0913
     if not resolved or any(composer.exact for composer in resolved.values()):
         raise OptionError(f"Got the composers {list(composers)}; expected some that are measured, not exact or auto.")
     calibrations.check_writable(view)  # Before minutes are spent.
-    records: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    records = defaultdict[tuple[str, int], list[_Record]](list)
     done = 0
     with tempfile.TemporaryDirectory() as folder, bar_of("Questions", len(wanted), "question", shown=progress) as bar:
         store = PackStore(folder)
@@ -361,11 +365,8 @@ def _measured(  # noqa: PLR0913
     composers: Mapping[str, Composer],
     keeping: set[str],
     max_tokens: int,
-) -> dict[str, Any]:
-    """Whether the text and each composer answer `question` right, and the seconds to their first tokens.
-
-    Only those in `keeping` may keep KV; a composer without soft tokens is taken out of it.
-    """
+) -> _Record:
+    """Only composers in `keeping` may keep KV; one without soft tokens is taken out of it."""
     packs = list(session.build_packs(question.passages, progress=False))
     handles = [str(store.put(pack)) for pack in packs]
 
@@ -377,35 +378,27 @@ def _measured(  # noqa: PLR0913
 
     text = ask(question.passages)
     expected = question.answer or text.text
-    record: dict[str, Any] = {
-        "tokens": max(len(pack.token_ids) for pack in packs),
-        "text": contains(text.text, expected),
-        "composers": {},
-    }
+    results = dict[str, tuple[bool, float]]()
     for name, composer in composers.items():
         # Packs between soft tokens are compiled once and kept, as packs are.
         keep = "used_twice" if name in keeping else "never"
         answer = ask(handles, composer=composer, view=store.view("default"), keep=keep)
         if not any(span.soft for span in answer.prompt.spans):
             keeping.discard(name)
-        record["composers"][name] = contains(answer.text, expected), answer.usage.ttft_s / text.usage.ttft_s
-    return record
+        results[name] = contains(answer.text, expected), answer.usage.ttft_s / text.usage.ttft_s
+    return max(len(pack.token_ids) for pack in packs), contains(text.text, expected), results
 
 
-def _rows(
-    records: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], composers: Iterable[str]
-) -> Iterable[CalibrationRow]:
-    names = list(composers)
-    for (kind, packs), cell in sorted(records.items()):
-        for name in names:
-            pairs = [(record["text"], record["composers"][name][0]) for record in cell]
-            yield CalibrationRow(
-                *(name, kind, packs, max(record["tokens"] for record in cell), len(cell)),
-                text_right=sum(text for text, _ in pairs),
-                lost=sum(text and not mine for text, mine in pairs),
-                won=sum(mine and not text for text, mine in pairs),
-                ratio=round(statistics.median(record["composers"][name][1] for record in cell), 4),
-            )
+def _rows(records: Mapping[tuple[str, int], Sequence[_Record]], composers: Iterable[str]) -> Iterator[CalibrationRow]:
+    for ((kind, packs), cell), name in product(sorted(records.items()), composers):
+        pairs = [(text, results[name][0]) for _, text, results in cell]
+        yield CalibrationRow(
+            *(name, kind, packs, max(tokens for tokens, *_ in cell), len(cell)),
+            text_right=sum(text for text, _ in pairs),
+            lost=sum(text and not mine for text, mine in pairs),
+            won=sum(mine and not text for text, mine in pairs),
+            ratio=round(statistics.median(results[name][1] for *_, results in cell), 4),
+        )
 
 
 def contains(said: str, expected: str) -> bool:
