@@ -91,12 +91,14 @@ class IdleQueue:
                 self._run(job, future)
 
     def _run(self, job: Job, future: Future[Any]) -> None:
-        def begun() -> Iterator[object]:
-            yield from job() or ()
-
+        steps: Iterator[object] | None = None
         try:
-            steps = begun()
-            while self._may_begin():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or not self._requests)
+                    if self._closed:
+                        break
+                steps = iter(job() or ()) if steps is None else steps
                 if next(steps, self) is self:
                     future.set_result(None)
                     return
@@ -106,9 +108,3 @@ class IdleQueue:
             is_exiting = "interpreter shutdown" in str(error) or not threading.main_thread().is_alive()
             logger.log(logging.DEBUG if is_exiting else logging.WARNING, "Background work failed: %s", error)
             future.set_exception(error)
-
-    def _may_begin(self) -> bool:
-        """Wait until no request is being answered. Returns `False` when the queue was closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or not self._requests)
-            return not self._closed
