@@ -23,9 +23,9 @@ from kp_core.steering import (
     load_steering,
     preset,
     preset_names,
-    resolve_layers,
     save_steering,
 )
+from kp_core.steering.value import resolve_layers
 from tests.conftest import alike, tiny_engine
 from tests.core.packs.made import encode
 from tests.kits import tiny_model, tiny_tokenizer
