@@ -148,14 +148,14 @@ FAULTS = (
     # Packs: who may read them, and what they are.
     Fault(
         "kp_core/packs/view.py",
-        "may_read = role in self.trusted_roles and handle.namespace in self.namespaces",
-        "may_read = handle.namespace in self.namespaces",
+        "find_handles(text) if role in self.trusted_roles else []",
+        "find_handles(text)",
         "tests/core/prompt tests/core/engines/test_session.py",
     ),
     Fault(
         "kp_core/packs/view.py",
-        "may_read = role in self.trusted_roles and handle.namespace in self.namespaces",
-        "may_read = role in self.trusted_roles",
+        "handle in readable and (parts",
+        "(parts",
         "tests/core/prompt tests/core/packs",
     ),
     Fault(

@@ -201,30 +201,21 @@ class PackView:
     def _key(self, key: PackKey | None) -> PackKey | None:
         return PackKey(self.model) if key is None and self.model is not None else key
 
-    def resolve(self, handle: Handle, role: str) -> KnowledgePack | None:
-        """Return the pack without KV if `role` may bring it in, otherwise `None`."""
-        may_read = role in self.trusted_roles and handle.namespace in self.namespaces
-        return self.peek(handle) if may_read else None
-
     def split(self, text: str, role: str) -> tuple[Segment, ...]:
-        """Split `text` into plain text and the packs of its handles."""
-        handles = find_handles(text)
-        if handles and role in self.trusted_roles:
-            readable = {handle for *_, handle in handles if handle.namespace in self.namespaces}
-            self.source.prefetch([(handle, self._key(None)) for handle in readable])
-        segments: list[Segment] = []
-        end = 0
+        """Split `text` into plain text and the packs of its handles that `role` may bring in."""
+        handles = find_handles(text) if role in self.trusted_roles else []
+        readable = {handle for *_, handle in handles if handle.namespace in self.namespaces}
+        self.source.prefetch([(handle, self._key(None)) for handle in readable])
+        segments, end = list[Segment](), 0
         for start, stop, handle in handles:
-            if parts := self._parts(handle, role):
+            if handle in readable and (parts := self._parts(handle)):
                 segments += [text[end:start], *parts]
                 end = stop
         segments.append(text[end:])
         return tuple(segment for segment in segments if segment != "")
 
-    def _parts(self, handle: Handle, role: str) -> tuple[Segment, ...]:
+    def _parts(self, handle: Handle) -> tuple[Segment, ...]:
         """What stands for `handle`: its pack, or if that was deleted a line, with the pack that replaced it."""
-        if role not in self.trusted_roles or handle.namespace not in self.namespaces:
-            return ()
         met: list[Handle] = []
         at: Handle | bool = handle
         while isinstance(at, Handle) and at not in met:
