@@ -238,21 +238,17 @@ def cache_of(buffer: KVBuffer, windows: Sequence[int | None], *, in_tiles: bool)
 
     With `in_tiles`, layers return the whole buffer for tiled attention, which applies the windows itself.
     """
-    view = buffer.view
-    if not isinstance(view, Cache):
-        stored = iter(buffer.layers)
-        states = list(zip(buffer.shape.states, buffer.states, strict=True))
-        layers = [
-            _layer_of(stored, window, [pair for pair in states if pair[0].layer == at], in_tiles=in_tiles)
-            for at, window in enumerate(windows)
-        ]
-        view = buffer.view = Cache(layers=layers)
     if not buffer.has_states:
         raise AssertionError("a model with states goes on from where they are known")
-    for layer in view.layers:
+    stored, states = iter(buffer.layers), list(zip(buffer.shape.states, buffer.states, strict=True))
+    layers = [
+        _layer_of(stored, window, [pair for pair in states if pair[0].layer == at], in_tiles=in_tiles)
+        for at, window in enumerate(windows)
+    ]
+    for layer in layers:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             layer.has_previous_state = dict.fromkeys(layer.has_previous_state, buffer.length > 0)
-    return view
+    return Cache(layers=layers)
 
 
 def _layer_of(

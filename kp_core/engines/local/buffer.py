@@ -170,10 +170,8 @@ class KVBuffer:
                 BufferLayer(empty(1, heads, key, device), empty(1, heads, value, device))
                 for (heads, key, value), device in zip(shape.layers, devices, strict=True)
             ]
-        self.view: object = None
-        """The buffer in the form that the model's library needs; the code for that library makes it once."""
         self.recorded: dict[int, object] = {}
-        """Passes over this buffer that the code for that library recorded, by their number of tokens."""
+        """Passes over this buffer that the code for the model's library recorded, by their number of tokens."""
         self.nbytes = self.bytes_for(shape, capacity)
         self.runs: list[Name] = []
         self.shape = shape
