@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -195,7 +195,7 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     plain = dict(part for name, tensor in tensors.items() for part in plain_parts(name, tensor))
     formats = {name: _FORMATS.get(tensor.dtype, str(tensor.dtype)) for name, tensor in plain.items()}
     return _digest_parts(
-        {_label(name, formats[name], tensor.shape): partial(one, tensor) for name, tensor in plain.items()}
+        {f"{name} {formats[name]} {list(tensor.shape)}": partial(one, tensor) for name, tensor in plain.items()}
     )
 
 
@@ -267,20 +267,14 @@ def _digest_contents(files: Sequence[Path]) -> str:
         header.pop("__metadata__", None)
         for tensor, entry in header.items():
             begin, stop = (start + offset for offset in entry["data_offsets"])
-            parts[_label(tensor, entry["dtype"], entry["shape"])] = partial(_digest_range, file, begin, stop)
+            label = f"{tensor} {entry['dtype']} {entry['shape']}"
+            parts[label] = partial(_digest_range, file, begin, stop)
     return _digest_parts(parts)
 
 
 def _digest(*parts: bytes) -> str:
     """BLAKE2b-128 of the concatenated parts."""
-    hasher = blake2b(digest_size=16)
-    for part in parts:
-        hasher.update(part)
-    return hasher.hexdigest()
-
-
-def _label(name: str, dtype: str, shape: Iterable[int]) -> str:
-    return f"{name} {dtype} {list(shape)}"
+    return blake2b(b"".join(parts), digest_size=16).hexdigest()
 
 
 def _digest_parts(parts: Mapping[str, Callable[[], bytes]]) -> str:
