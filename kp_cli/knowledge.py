@@ -102,6 +102,8 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     session = model.load() if compiled else None
     if session is not None and session.compiler and compress is not None:
         raise typer.BadParameter(f"Got --compress {compress}, but `kp serve --compress` decides for a server.")
+    # What cannot be read must fail before a collection is made.
+    facts = itertools.chain(list(itertools.islice(facts, 1)), facts)
     with options.open(place, new=not replace, wait=wait) as collection:
         if replace and fact_id:
             collection.get(fact_id, namespace=new_facts[0].namespace)  # An unknown id is an error.

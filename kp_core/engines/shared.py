@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -53,6 +54,7 @@ def _loaded(model: Any, engine: str | None, settings: Mapping[str, Any]) -> Sess
     if isinstance(model, Session | Engine):
         return session_of(model)
     if isinstance(model, str | Path):
+        model = os.path.expanduser(model) if str(model).startswith("~") else model  # noqa: PTH111 - ids are no paths
         if engine is None and Path(model).is_file() and (session := _from_file(model, settings)):
             return session
         check_reachable(model, settings.get("revision"))  # Before the libraries load, which takes seconds.

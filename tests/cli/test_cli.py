@@ -105,6 +105,9 @@ def test_rows_that_make_no_fact_stop_a_build_or_are_counted(kp: Kp, tmp_path: Pa
     assert report["added"] == 1
     assert "line 2" in report["skipped"][0]
     assert kp("build", "bank", "bad.jsonl", "--on-error", "ignore")[0] == 2
+    (tmp_path / "worse.jsonl").write_text('{"text": \n')
+    assert kp("build", "new", "worse.jsonl")[0] == 1
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

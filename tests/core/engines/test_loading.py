@@ -74,6 +74,12 @@ def test_a_folder_its_engine_and_the_object_it_was_saved_from_are_one_model(arch
     assert set(given.diff(loaded)) == renamed
 
 
+def test_a_folder_may_lie_in_the_home_directory(tmp_path, monkeypatch):
+    folder = save(tmp_path / "model")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_engine("~/model", device="cpu").fingerprint == load_engine(folder, device="cpu").fingerprint
+
+
 def test_the_dtype_of_loading_is_no_part_of_the_identity(tmp_path):
     save(tmp_path)
     one, other = (load_engine(tmp_path, device="cpu", dtype=dtype) for dtype in ("float32", "bfloat16"))
