@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from kp_core.packs.view import Packs as Packs, PackView as PackView
     from kp_core.plan.composer import Composer as Composer, ExactComposer as ExactComposer
     from kp_core.plan.engine import Engine as Engine, TokenStream as TokenStream
-    from kp_core.plan.plan import Plan as Plan, Sampling as Sampling
-    from kp_core.plan.region import Region as Region
+    from kp_core.plan.plan import Plan as Plan, Region as Region, Sampling as Sampling
     from kp_core.plan.request import Request as Request
     from kp_core.prompt.conversation import Message as Message
     from kp_core.prompt.prompt import Prompt as Prompt, Span as Span
@@ -75,8 +74,7 @@ _PLACES = {
     "packs.pack": "KnowledgePack Prefix",
     "packs.store": "PackStore",
     "packs.view": "Packs PackView",
-    "plan.plan": "Plan Sampling",
-    "plan.region": "Region",
+    "plan.plan": "Plan Region Sampling",
     "prompt.prompt": "Prompt Span",
     "prompt.conversation": "Message",
     "prompt.template": "ChatTemplate",

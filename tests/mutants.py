@@ -140,7 +140,7 @@ FAULTS = (
         f"{_ENGINES}/test_packed.py {_ENGINES}/test_attention.py",
     ),
     Fault(
-        "kp_core/plan/region.py",
+        "kp_core/plan/plan.py",
         '_add("value", steered_kv.values',
         '_add("value", steered_kv.keys',
         "tests/core/steering tests/laws/test_steering_laws.py",

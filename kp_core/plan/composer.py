@@ -17,14 +17,13 @@ from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackView
-from kp_core.plan.region import Region
 from kp_core.prompt.conversation import Turn
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.template import ChatTemplate
 
 if TYPE_CHECKING:
     from kp_core.plan.engine import Engine
-    from kp_core.plan.plan import Plan
+    from kp_core.plan.plan import Plan, Region
 
 COMPOSERS = "knowledge_packs.composers"
 """Entry points of composers by name: classes, or functions that make one from parameters."""

@@ -19,8 +19,7 @@ from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.view import TRUSTED_ROLES, PackView, explicit_packs, why_unresolved
 from kp_core.plan.composer import Composer, Host
 from kp_core.plan.engine import HasCache
-from kp_core.plan.plan import Plan, plan_regions, plan_steered
-from kp_core.plan.region import Region
+from kp_core.plan.plan import Plan, Region, plan_regions, plan_steered
 from kp_core.plan.request import CompiledFor, Request
 from kp_core.prompt.conversation import Message, Turn, placed, unresolved
 from kp_core.prompt.prompt import Prompt, Span

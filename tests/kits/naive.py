@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
 from kp_core.plan.composer import Composer, Host, Move
-from kp_core.plan.region import Region
+from kp_core.plan.plan import Region
 from kp_core.prompt.prompt import Prompt, Span
 
 

@@ -11,8 +11,7 @@ from kp_core import Handle, KVTensors, PackStore
 from kp_core.engines.local import run as local_run
 from kp_core.packs.pack import common_length
 from kp_core.plan.composer import composer_of
-from kp_core.plan.plan import Plan
-from kp_core.plan.region import Region
+from kp_core.plan.plan import Plan, Region
 from kp_core.plan.request import Request
 from kp_methods import SelectComposer, SpliceComposer
 from tests.composers import Firsts

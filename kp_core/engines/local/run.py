@@ -19,8 +19,7 @@ from kp_core.packs.entry import Entry
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack
 from kp_core.plan.composer import Composer
-from kp_core.plan.plan import Limit, Plan
-from kp_core.plan.region import Region
+from kp_core.plan.plan import Limit, Plan, Region
 from kp_core.prompt.prompt import SoftTokens, Span
 from kp_core.threads import in_threads, release_openmp_threads
 
