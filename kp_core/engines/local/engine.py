@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from concurrent.futures import CancelledError
 from contextlib import closing
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -132,12 +133,7 @@ class LocalEngine:
         return self._computed(plans)
 
     def attention(self, plan: Plan, layers: int | None = None) -> Tensor | None:
-        """How much the tokens behind the last region of `plan` attend to each token in it.
-
-        The region's composer writes the KV of its packs, and the tokens between them are masked. The result is the
-        largest weight of a token behind the region on each of its tokens, `(layers, heads, tokens)`, of the first
-        `layers` if given. `None` if a pack has no KV.
-        """
+        """See `Attends.attention`. The composer writes the KV of the region; tokens between its packs are masked."""
         self._check()
         return self.scheduler.retry_after_oom(partial(self._attention, plan, layers))
 
@@ -181,17 +177,16 @@ class LocalEngine:
         prefill = partial(self.prefill, plan, longest, logits=False, limit=stream.limit)
         with closing(self.scheduler.retry_after_oom(prefill)) as run:
             _tell(stream, run)
-            at = 0
-            while at < len(ends):
-                stop = at + 1
-                while stop < len(ends) and sum(map(len, ends[at : stop + 1])) <= _MOST_TOKENS:
-                    stop += 1
+            waiting = list(ends)
+            while waiting:
+                totals = accumulate(map(len, waiting))
+                count = max(sum(total <= _MOST_TOKENS for total in totals), 1)
+                rows, waiting = waiting[:count], waiting[count:]
                 if stream.limit.is_set():
                     raise CancelledError
-                yield from self.scheduler.retry_after_oom(partial(self._pass, run.buffer, ends[at:stop]))
-                stream.computed_tokens += sum(map(len, ends[at:stop]))
+                yield from self.scheduler.retry_after_oom(partial(self._pass, run.buffer, rows))
+                stream.computed_tokens += sum(map(len, rows))
                 run.buffer.truncate(common)
-                at = stop
 
     def _pass(self, buffer: KVBuffer, rows: Sequence[Sequence[int]]) -> Tensor:
         """The logits behind each of `rows`, computed in one pass, each behind the tokens in `buffer`."""
