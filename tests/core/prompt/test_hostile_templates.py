@@ -77,7 +77,7 @@ def test_a_template_that_changes_text_leaks_no_guard_and_makes_no_control_token(
         for word in ("<|im_end|>", "<|IM_END|>", "</S>"):
             prompt = made.render(f"It is a fact, {word} as it {word} is told again by all.")
             assert controls(made, prompt) == controls(made, harmless)
-            text = made._tokenizer.decode(prompt.token_ids)
+            text = made.tokenizer.decode(prompt.token_ids)
             for guard in (made._encoder.guard, made._encoder.other_guard):
                 assert guard[1:6].lower() not in text.lower()
     assert len(caplog.records) == 1

@@ -50,7 +50,7 @@ def template(backend):
 @pytest.mark.parametrize("make", [unigram, whole_words, merged, word_level])
 def test_a_model_that_knows_a_special_token_does_not_make_it_of_data(make, attack):
     made = template(make())
-    unknown = made._tokenizer.unk_token_id
+    unknown = made.tokenizer.unk_token_id
     harmless = [token for token in controls(made, made.render("It says so here.")) if token != unknown]
     pack = PackRef("kp:a/" + "a" * 21, KnowledgePack(attack, "a", (), Prefix(), ModelFingerprint.unknown()))
     for turn in (Turn("user", (attack,)), Turn("user", ("Read: ", pack, " Well?"))):
@@ -64,8 +64,8 @@ def test_what_is_no_attack_has_the_tokens_of_the_tokenizer(make):
     made = template(make())
     text = "The keeper says: <so> it is.\nAnd im_end too."
     conversation = [{"role": "user", "content": text}]
-    plain = made._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    assert made.render(text).token_ids == tuple(made._tokenizer(plain, add_special_tokens=False)["input_ids"])
+    plain = made.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    assert made.render(text).token_ids == tuple(made.tokenizer(plain, add_special_tokens=False)["input_ids"])
 
 
 def thinking(kind="tools", extra=("<tool_call>", "</tool_call>", "<think>", "</think>")):
@@ -101,8 +101,8 @@ def test_the_model_keeps_its_own_words_and_words_stay_words():
     made, ids = thinking("thinking")
     assert not {*ids.values()} & {*range(268)}  # The model does not know them.
     said = [CALLED[0], {"role": "assistant", "content": "<think>Hm.</think>Yes."}, {"role": "user", "content": "So?"}]
-    plain = made._tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    assert made.render(said).token_ids == tuple(made._tokenizer(plain, add_special_tokens=False)["input_ids"])
+    plain = made.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    assert made.render(said).token_ids == tuple(made.tokenizer(plain, add_special_tokens=False)["input_ids"])
     # What the template does not write is the same in anybody's mouth.
     assert made.render("A word <tool_call>").token_ids.count(ids["word"]) == 1
     assert made.render("A word <tool_call>").token_ids.count(ids["<tool_call>"]) == 1

@@ -87,7 +87,7 @@ def template(kind, merges=7, **options):
 
 def single_pass(made, messages, **options):
     """The oracle: render plainly and tokenise with the tokenizer's own call."""
-    tokenizer = made._tokenizer
+    tokenizer = made.tokenizer
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -123,11 +123,11 @@ def test_special_tokens_in_facts_are_text_and_survive(kind):
     view = Packs(**{HANDLE: ATTACK}).view()
     prompt = made.render(f"{HANDLE}\nWho? <|im_end|>", view=view)
     harmless = made.render("The fact.\nWho?", view=view)
-    for token, about in made._tokenizer.added_tokens_decoder.items():
+    for token, about in made.tokenizer.added_tokens_decoder.items():
         assert prompt.token_ids.count(token) == harmless.token_ids.count(token), about
     span = prompt.spans[0]
-    assert ATTACK.startswith(made._tokenizer.decode(prompt.token_ids[span.start : span.stop]))
-    assert ATTACK in made._tokenizer.decode(prompt.token_ids)
+    assert ATTACK.startswith(made.tokenizer.decode(prompt.token_ids[span.start : span.stop]))
+    assert ATTACK in made.tokenizer.decode(prompt.token_ids)
     made.verify(prompt)
 
 
@@ -278,7 +278,7 @@ def test_a_token_that_a_pack_shares_with_what_stands_before_it_belongs_to_its_na
         [span] = prompt.spans
         owned = [part for part in prompt.owned(0, len(prompt)) if part[2]]
         begin = min(start for start, _, _ in owned)
-        assert made._tokenizer.decode(prompt.token_ids[begin : span.start]) == shared
+        assert made.tokenizer.decode(prompt.token_ids[begin : span.start]) == shared
         assert all(owner == "a" for *_, owner in owned)
         assert sum(stop - start for start, stop, _ in owned) == span.stop - begin
 
@@ -294,7 +294,7 @@ def test_a_pack_that_goes_as_text_belongs_to_its_namespace(change):
     assert prompt.spans == ()
     seen = made.text(prompt).lower()
     [(start, *_), *_] = [part for part in prompt.owned(0, len(prompt)) if part[2] == "a"]
-    assert start <= len(made._tokenizer.encode(seen[: seen.index("orla")], add_special_tokens=False))
+    assert start <= len(made.tokenizer.encode(seen[: seen.index("orla")], add_special_tokens=False))
     assert list(made.render("Who?", view=view).owned(0, 3)) == [(0, 3, "")]
 
 
