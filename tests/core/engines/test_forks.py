@@ -218,6 +218,7 @@ def test_a_model_that_does_not_work_across_a_fork_says_so_at_once(name, warm, mo
     assert ENTRIES["generate"](warm)
 
 
+@pytest.mark.slow
 def test_a_database_of_chroma_says_at_once_where_it_was_opened(tmp_path):
     with ChromaFactStore(tmp_path, HashEmbedder()) as store:
         store.add([Fact(TEXT)])

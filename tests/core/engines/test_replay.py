@@ -106,6 +106,7 @@ def test_replayed_rows_are_plain_ones(kind):
     assert record.replayed == _STEPS - PLAIN_PASSES
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_alone_and_together():
     engine, record = model_with_rows("llama"), Recorder()
     model = engine.engine.model

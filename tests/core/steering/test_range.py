@@ -177,6 +177,7 @@ def test_the_plot_is_a_picture(tmp_path, suffix):
     assert path.read_bytes()[:4] in (b"\x89PNG", b"<?xm")
 
 
+@pytest.mark.slow
 def test_as_a_program_it_saves_what_it_found(tmp_path, thin_model):
     engine = load_engine(thin_model, dtype="float32")
     pairs = [["I should be obliged for a reply.", "write back ok"], ["It is most regrettable.", "that sucks"]]
