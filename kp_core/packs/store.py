@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import os
@@ -18,7 +17,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from kp_core.errors import (
-    KnowledgePackError,
     OptionError,
     PackCorruptError,
     PackError,
@@ -31,12 +29,13 @@ from kp_core.kv import KVTensors
 from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs
 from kp_core.packs.codec import Compression
 from kp_core.packs.entry import Entry, EntryFile, encode_entry, open_entry, read_header
-from kp_core.packs.envelope import from_json, header_stop, mapping, to_json
+from kp_core.packs.envelope import header_stop
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace, mint
 from kp_core.packs.objects import open_blobs
 from kp_core.packs.pack import KnowledgePack, PackKey, common_length, decode_text, encode_text
-from kp_core.packs.secret import is_made, load_secrets, name_of
+from kp_core.packs.secret import load_secrets, name_of
+from kp_core.packs.uses import last_use_of
 from kp_core.packs.view import Packs
 from kp_core.progress import bar_of
 from kp_core.threads import make_anew
@@ -49,7 +48,6 @@ _TICK_S = 0.01  # Of a kernel with 100 ticks a second.
 _HEAD_BYTES = 1 << 16  # Bytes that the first read of a header fetches.
 _ROOM, _SHARE = 2**31, 20
 _SLACK, _WRITERS, _AGAIN_S = 8, 4, 60
-_FLUSH_SECONDS, _MOST_NAMES = 60, 100_000  # Of the times of last use.
 _CACHED = 1024  # Texts and headers, about 50 KB each if the packs are banks of facts.
 _FILE = re.compile(r"packs/([^/]+)/[^/]+/([^/.]+)(?:\.[0-9a-f]{32}\.safetensors|\.txt)")
 _BEHIND, _EARLIER = "behind/", "kept/"  # Entries with several owners; those of release 0.2 are not read.
@@ -627,61 +625,6 @@ class PackStore(Packs):
             if self.blobs.stat(key) == entries[key]:
                 self.blobs.delete(key)
         return True
-
-
-class LastUse:
-    """When each name was last used: in memory, and merged into the blob `used` at most once a minute and at the end.
-
-    Mounts may disable file access times, and object storage has none. The times are only good for an order: if two
-    processes write at once, the later write wins until the other writes again.
-    """
-
-    def __init__(self, blobs: Blobs) -> None:
-        self._blobs = blobs
-        self._times, self._noted, self._flushed = dict[str, float](), False, time.monotonic()
-
-    def note(self, name: str) -> None:
-        """Record that `name` is used now."""
-        self._times[name], self._noted = time.time(), True
-        if time.monotonic() > self._flushed + _FLUSH_SECONDS:
-            self.flush()
-
-    def times(self) -> dict[str, float]:
-        """Return the last use of each name by any process, as far as written, in seconds since 1970."""
-        written: dict[str, object] = {}
-        with suppress(FileNotFoundError, PackCorruptError):
-            written = mapping(from_json(bytes(self._blobs.read("used"))), "used")
-        known = {name: used_at for name, used_at in written.items() if isinstance(used_at, float)}
-        for name, used_at in self._times.copy().items():  # Other threads note meanwhile.
-            known[name] = max(used_at, known.get(name, used_at))
-        if len(known) > _MOST_NAMES:
-            known = dict(sorted(known.items(), key=lambda item: item[1])[-_MOST_NAMES:])
-            self._times = known.copy()
-        return known
-
-    def flush(self) -> None:
-        """Write the recorded times, unless the store is read-only or gone."""
-        self._flushed = time.monotonic()
-        with suppress(OSError, KnowledgePackError):
-            if self._noted and is_made(self._blobs):
-                self._noted = False
-                self._blobs.write("used", [to_json(self.times()).encode()])
-
-
-_BY_PLACE: dict[str, LastUse] = {}
-
-
-def last_use_of(blobs: Blobs) -> LastUse:
-    """Return the times of the store in `blobs`, which all stores that this process opens there share."""
-    uses = _BY_PLACE.setdefault(str(blobs), LastUse(blobs))
-    uses.flush()
-    return uses
-
-
-@atexit.register
-def _flush_all() -> None:
-    for uses in list(_BY_PLACE.values()):
-        uses.flush()
 
 
 def default_room(blobs: Blobs) -> int:
