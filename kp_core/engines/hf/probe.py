@@ -52,6 +52,7 @@ _SPREAD = 1.5
 _ENOUGH = 2**21  # Outputs of single rows that are tried, if there are so many.
 _CUTS = ((1,), (7, 8, 9, 10), (3, 20))
 _TOKENS = 24
+_SLOW_S = 0.2  # Processor time of the first test from which on the bar is shown before the others.
 _KEPT_S = 2.0  # Results of tests that took less processor time are not kept.
 _UNPACKED_ROWS = 2048
 """Rows tried in products with matrices that are not packed, where as few as one row in 500 differs."""
@@ -94,6 +95,8 @@ def _test(model: CausalModel, *, keep_attention: bool, result: Path | None) -> N
     with bar_of("Testing the arithmetic of this model", 3, "test") as bar:
         if not keep_attention:
             _install_attention(model)
+        if time.process_time() - started > _SLOW_S:
+            bar.refresh()  # Shown at once, as the other tests take ten times as long.
         if model.kind.is_recurrent:
             _check_states(model)
         bar.update()
@@ -433,11 +436,13 @@ def pad_rows(layers: Sequence[nn.Linear], packed: Sequence[PackedLinear]) -> boo
             return False
     packed_ids = {id(layer) for product in packed for layer in product.layers}
     unpacked = {(layer.in_features, layer.out_features): layer for layer in layers if id(layer) not in packed_ids}
-    return all(
-        # The product alone: subclasses of `nn.Linear` may do more.
-        rows_agree(partial(nn.functional.linear, weight=layer.weight, bias=layer.bias), width, layer.weight.dtype)
-        for (width, _), layer in unpacked.items()
-    )
+    return all(rows_agree(_product_of(layer), layer.in_features, layer.weight.dtype) for layer in unpacked.values())
+
+
+def _product_of(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """The matrix product of a layer alone: a subclass of `nn.Linear` may do more, and weights may need the layer."""
+    is_plain = type(layer).forward is nn.Linear.forward
+    return layer if is_plain else partial(nn.functional.linear, weight=layer.weight, bias=layer.bias)
 
 
 @torch.inference_mode()
