@@ -78,7 +78,7 @@ def test_the_model_cannot_say_a_handle(server):
             if line.startswith("data: {"):
                 pieces += [choice["delta"].get("content") or "" for choice in json.loads(line[6:])["choices"]]
     assert "".join(pieces) == said
-    assert len(pieces) > 5
+    assert len(pieces) > 2  # A stream; vLLM joins tokens where it is asked more slowly than it computes.
 
 
 def test_a_handle_of_more_than_the_context_is_refused_as_its_text_is(server):
