@@ -188,8 +188,12 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         unparsed = RunnablePassthrough.assign(parsed=lambda _: None)
         return RunnableMap(raw=model) | parsed.with_fallbacks([unparsed], exception_key="parsing_error")
 
-    def _generate(  # type: ignore[override]  # LangChain gives a manager only to those that name one
-        self, messages: list[BaseMessage], stop: list[str] | None = None, **kwargs: Any
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
     ) -> ChatResult:
         request, model = self._request(stop, kwargs), kwargs.get("model")
         with overflows():
@@ -212,8 +216,12 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
                 yield chunk
             yield last_chunk(stream.result(), model or self.model_name)
 
-    async def _agenerate(  # type: ignore[override]  # as above
-        self, messages: list[BaseMessage], stop: list[str] | None = None, **kwargs: Any
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
     ) -> ChatResult:
         request, model = self._request(stop, kwargs), kwargs.get("model")
         engine = await asyncio.to_thread(self._engine, model)
