@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -107,8 +107,7 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     with options.open(place, new=not replace, wait=wait) as collection:
         if replace and fact_id:
             collection.get(fact_id, namespace=new_facts[0].namespace)  # An unknown id is an error.
-        with waiting("Embedding facts"):
-            added = collection.add(bar_of("Adding", None, "fact", facts), overwrite=replace)
+        added = _ingest(collection, facts, paths, overwrite=replace)
         report = {**asdict(added), "skipped": [str(error) for error in skipped], "facts": len(collection)}
         folder = options.folder(place, collection)
         if replace:
@@ -228,6 +227,22 @@ def _remove_models(*, dry_run: bool, as_json: bool) -> None:
     size = sum(made["bytes"] for made in folders.values()) / 1e9
     message = f"Unpacked models {'that would be ' * dry_run}removed: {len(folders)}, {size:,.1f} GB."
     tell({"removed": [*map(str, folders)], "dry_run": dry_run}, message, as_json=as_json)
+
+
+def _ingest(collection: ChromaFactStore, facts: Iterable[Fact], files: Iterable[Path], *, overwrite: bool) -> Added:
+    """Add facts, with a progress bar that counts bytes of the files."""
+
+    def read() -> Iterator[Fact]:
+        for fact in facts:
+            bar.update(len(fact.text.encode()))
+            yield fact
+
+    # Standard input is not a file; its size is unknown.
+    total = sum(path.stat().st_size for root in files for path in (root, *root.rglob("*")) if path.is_file())
+    with bar_of("Adding", total or None, "B") as bar, waiting("Embedding facts"):
+        added = collection.add(read(), overwrite=overwrite)
+        bar.update(max(0, total - bar.n))  # A file has more bytes than its text.
+    return added
 
 
 def _summary(added: Added, skipped: int, facts: int) -> str:
