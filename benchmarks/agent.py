@@ -55,7 +55,7 @@ from benchmarks import common
 from benchmarks.answers import read_log
 from benchmarks.questions import Question, questions
 from kp_core import ChromaFactStore, Fact, PackStore, Session
-from kp_core.banks.delivery import compile_facts
+from kp_core.banks.compiling import compile_facts
 from kp_core.errors import ContextOverflowError
 from kp_langchain import ChatKnowledgePacks
 from kp_langchain.middleware import KnowledgePackMiddleware

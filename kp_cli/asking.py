@@ -20,7 +20,8 @@ from kp_cli import waiting
 from kp_cli.options import JsonFlag, ModelOptions, Namespace, Place, PlaceOptions, Where, existing, filter_of, spread
 from kp_cli.output import about_hit, console, plain, sourced, tell, warn
 from kp_core import Generation, Message, Session
-from kp_core.banks.delivery import KV, Delivery, Found, Unit
+from kp_core.banks.compiling import Unit
+from kp_core.banks.delivery import KV, Delivery, Found
 from kp_core.errors import ContextOverflowError, FactError
 from kp_core.packs.view import Mismatch
 from kp_core.plan.composer import composer_of

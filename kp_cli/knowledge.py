@@ -34,7 +34,8 @@ from kp_cli.sources import OnError, read_facts
 from kp_cli.sources.texts import STDIN
 from kp_core import Handle, PackStore, Session
 from kp_core.banks import Added, ChromaFactStore, Fact, FactStore
-from kp_core.banks.delivery import KV, Delivery, Unit, compile_cost, find_compiled, provenance_of
+from kp_core.banks.compiling import Unit, compile_cost, find_compiled, provenance_of
+from kp_core.banks.delivery import KV, Delivery
 from kp_core.bundled import converted_folders
 from kp_core.errors import FactError, PackError
 from kp_core.packs.codec import Compression

@@ -28,7 +28,8 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from kp_core import Embedder, Fact, FactStore, Handle, KnowledgePack, Message, Packs, PackView, Question, Session
 from kp_core.banks import Filter, Hit
-from kp_core.banks.delivery import KV, Delivery, Found, Precompile, Unit, open_facts
+from kp_core.banks.compiling import Unit, open_facts
+from kp_core.banks.delivery import KV, Delivery, Found, Precompile
 from kp_core.errors import FactError, OptionError
 from kp_core.events import subscribe
 from kp_core.packs.codec import Compression

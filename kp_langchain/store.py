@@ -34,7 +34,8 @@ from langgraph.store.memory import InMemoryStore
 
 from kp_core import Embedder, Fact, FactStore, Hit, Packs, Session
 from kp_core.banks import Filter
-from kp_core.banks.delivery import KV, Delivery, Found, open_facts
+from kp_core.banks.compiling import open_facts
+from kp_core.banks.delivery import KV, Delivery, Found
 from kp_core.errors import FactError
 from kp_core.packs.codec import Compression
 from kp_core.packs.store import open_packs

@@ -20,7 +20,8 @@ from llama_index.core.schema import BaseNode, ImageNode, IndexNode, MetadataMode
 from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
 
 from kp_core import Fact, FactStore, Hit, Packs, Session
-from kp_core.banks.delivery import Delivery, open_facts
+from kp_core.banks.compiling import open_facts
+from kp_core.banks.delivery import Delivery
 from kp_core.errors import FactError
 from kp_core.packs.handle import inert
 from kp_core.plan.request import CompiledFor, refuse_unknown

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from kp_core import ChatTemplate, Fact, FactStore, Handle, Hit, ModelFingerprint, PackStore, find_handles
-from kp_core.banks.delivery import Delivery, provenance_of
+from kp_core.banks.compiling import provenance_of
+from kp_core.banks.delivery import Delivery
 from kp_core.errors import FactError, PackNotFoundError, PromptError
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_serve.rights import Rights, salt_of, server_key

@@ -22,7 +22,8 @@ from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.types import Command
 
 from kp_core import Fact, Handle, MemoryFactStore, PackStore, find_handles, load_engine
-from kp_core.banks.delivery import Delivery, compile_facts
+from kp_core.banks.compiling import compile_facts
+from kp_core.banks.delivery import Delivery
 from kp_core.errors import OptionError
 from kp_langchain import (
     ChatKnowledgePacks,

@@ -29,7 +29,8 @@ from kp_core import (
     PackStore,
     load_engine,
 )
-from kp_core.banks.delivery import Delivery, Unit, compile_facts, open_facts
+from kp_core.banks.compiling import Unit, compile_facts, open_facts
+from kp_core.banks.delivery import Delivery
 from kp_core.errors import FactError, OptionError, PackError, PromptError
 from kp_core.events import subscribe
 from kp_core.prompt.encoding import PromptEncoder
@@ -570,8 +571,8 @@ def test_a_fact_that_waits_and_stays_is_compiled(tmp_path: Path) -> None:
 
 
 def test_of_very_many_packs_a_sample_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kp_core.banks.delivery._LOOKED_AT", 8)
-    monkeypatch.setattr("kp_core.banks.delivery._SAMPLE", 4)
+    monkeypatch.setattr("kp_core.banks.compiling._LOOKED_AT", 8)
+    monkeypatch.setattr("kp_core.banks.compiling._SAMPLE", 4)
     peeks: list[object] = []
     peek = PackStore.peek
     monkeypatch.setattr(PackStore, "peek", lambda self, *which: peeks.append(which) or peek(self, *which))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kp_core import ChatTemplate, Fact, PackStore, load_engine
-from kp_core.banks.delivery import compile_facts
+from kp_core.banks.compiling import compile_facts
 from kp_core.errors import ContextOverflowError, ModelError, PackCorruptError, PromptError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import FolderBlobs

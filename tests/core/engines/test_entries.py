@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kp_core import Fact, load_engine
-from kp_core.banks.delivery import compile_facts
+from kp_core.banks.compiling import compile_facts
 from kp_core.packs.store import PackStore
 from tests.conftest import tiny_engine
 from tests.kits import tiny_model, tiny_tokenizer

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kp_core import ChatTemplate, Fact, PackStore
-from kp_core.banks.delivery import compile_facts
+from kp_core.banks.compiling import compile_facts
 from kp_core.errors import PromptError
 from kp_core.prompt.template import _compiled
 from tests.conftest import tiny_engine
