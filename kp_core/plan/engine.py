@@ -102,7 +102,7 @@ def _close_streams() -> None:
 class Engine(Protocol):
     """Runs a model. Nothing else touches the model; a `Session` builds conversations on this interface.
 
-    What only some engines can do is a Protocol of its own: `Branches`, `HasCache`.
+    What only some engines can do is a Protocol of its own: `Attends`, `Branches`, `HasCache`.
     """
 
     @property
@@ -133,6 +133,18 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class Attends(Protocol):
+    """An engine that tells where tokens attend to; every engine that supports `attention` is one."""
+
+    def attention(self, plan: Plan, layers: int | None = None) -> Tensor | None:
+        """How much the tokens behind the last region of `plan` attend to each token in it.
+
+        The largest weight of a token behind the region on each of its tokens, `(layers, heads, tokens)`, of the first
+        `layers` if given. `None` if a pack has no KV.
+        """
+
+
+@runtime_checkable
 class Branches(Protocol):
     """An engine that computes prompts with a common beginning together."""
 
@@ -149,7 +161,7 @@ class Branches(Protocol):
 
 @runtime_checkable
 class HasCache(Protocol):
-    """An engine with KV in memory that requests share; every engine that supports `attention` is one."""
+    """An engine with KV in memory that requests share."""
 
     @property
     def cached_bytes(self) -> int:
@@ -162,13 +174,6 @@ class HasCache(Protocol):
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of recurrent layers at each end of a pack or a message."""
-
-    def attention(self, plan: Plan, layers: int | None = None) -> Tensor | None:
-        """How much the tokens behind the last region of `plan` attend to each token in it.
-
-        The largest weight of a token behind the region on each of its tokens, `(layers, heads, tokens)`, of the first
-        `layers` if given. `None` if a pack has no KV.
-        """
 
     def cached_tokens(self, plan: Plan) -> int:
         """How many tokens of the prompt, from the first on, are in memory now."""

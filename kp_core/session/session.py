@@ -35,7 +35,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
 from kp_core.pickling import Shared
 from kp_core.plan.composer import Host
-from kp_core.plan.engine import CAPABILITIES, Branches, Compiles, Engine, HasCache, TokenStream
+from kp_core.plan.engine import CAPABILITIES, Attends, Branches, Compiles, Engine, HasCache, TokenStream
 from kp_core.plan.plan import Limit, Plan
 from kp_core.plan.planner import Learned, Planner
 from kp_core.plan.request import CompiledFor, Request
@@ -138,7 +138,7 @@ class Session(Shared):
 
     def _attention(self, plan: Plan, layers: int | None) -> Tensor | None:
         self._need("attention", "choosing packs by attention")
-        return self.engine.attention(plan, layers) if isinstance(self.engine, HasCache) else None
+        return self.engine.attention(plan, layers) if isinstance(self.engine, Attends) else None
 
     def generate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401 - of `Request`
         """The answer to a conversation (a string is one user message).

@@ -17,7 +17,7 @@ from kp_core.errors import PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
-from kp_core.plan.engine import CAPABILITIES, Engine, HasCache, TokenStream
+from kp_core.plan.engine import CAPABILITIES, Attends, Engine, HasCache, TokenStream
 from kp_core.plan.plan import Limit, Plan
 from kp_core.plan.request import Request
 from kp_core.session.reading import Generation
@@ -53,8 +53,7 @@ def _check_members(model: Engine) -> None:
     holds("`identity` is the same each time.", model.identity == model.identity)
     holds("`max_positions` is a positive integer.", isinstance(model.max_positions, int) and model.max_positions > 0)
     holds(
-        "With `attention`, it has the members of `HasCache`.",
-        "attention" not in supports or isinstance(model, HasCache),
+        "With `attention`, it has the members of `Attends`.", "attention" not in supports or isinstance(model, Attends)
     )
 
 

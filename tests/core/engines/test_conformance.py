@@ -109,7 +109,7 @@ def test_ours_passes(architecture):
         (object, "has all members of `Engine`"),
         (Magic, "only names of `CAPABILITIES`"),
         (Contradicting, "`lacks` gives reasons only for what `supports` does not name"),
-        (Blind, "With `attention`, it has the members of `HasCache`"),
+        (Blind, "With `attention`, it has the members of `Attends`"),
         (Eager, "`run` computes nothing before the first token is read"),
         (Endless, "An answer has at most `plan.token_budget` tokens"),
         (Abrupt, "An answer shorter than its budget has the finish 'stop'"),
