@@ -26,7 +26,7 @@ import argparse
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -175,15 +175,24 @@ def _ways(
 
 
 def hotpotqa(arguments: argparse.Namespace) -> Iterator[_Item]:
-    """The comparison questions whose answer is yes, no, or one of two titles."""
+    """The comparison questions whose answer is yes, no, or one of two titles: the others ask for something else."""
     rows = [json.loads(line) for line in arguments.data.read_text(encoding="utf-8").splitlines()]
     for row in [row for row in rows if row["type"] == "comparison"][: arguments.limit]:
-        titles = list(dict.fromkeys(fact["title"] for fact in row["gold_facts"]))
-        labels = ["yes", "no"] if row["answer"] in ("yes", "no") else titles
-        right = [label for label in labels if common.normalise(row["answer"]) in common.normalise(label)]
+        answer, facts = common.normalise(row["answer"]), row["gold_facts"]
+        if answer in ("yes", "no") or row["question"].startswith(("Is ", "Are ", "Was ", "Were ")):
+            labels, right = ["yes", "no"], {answer} & {"yes", "no"}
+        else:
+            labels = list(dict.fromkeys(fact["title"] for fact in facts))
+            right = {fact["title"] for fact in facts if _is_of(fact, answer)}
         if len(right) == 1 and len(labels) > 1:
-            state = "\n\n".join(f"{fact['title']}: {fact['text']}" for fact in row["gold_facts"])
-            yield _Item(state, row["question"], labels, labels.index(right[0]), row["question"], labels)
+            state = "\n\n".join(f"{fact['title']}: {fact['text']}" for fact in facts)
+            yield _Item(state, row["question"], labels, labels.index(right.pop()), row["question"], labels)
+
+
+def _is_of(fact: Mapping[str, str], answer: str) -> bool:
+    """Whether the answer is in the title, its ending "(film)" aside, or the full name with which the text begins."""
+    title, text = common.normalise(fact["title"].partition(" (")[0]), common.normalise(fact["text"])
+    return answer in title or text.startswith(answer)
 
 
 def personamem(arguments: argparse.Namespace, session: Session) -> Iterator[_Item]:

@@ -28,8 +28,10 @@ def test_lengths_are_told_by_rotations(thin_or_bundled):
 
 
 def test_right_answers_are_counted(thin_or_bundled, tmp_path):
-    facts = [{"title": "Veyl", "text": "Veyl has 3 ferries."}, {"title": "Orre", "text": "Orre has none."}]
-    asked = [("Is Veyl older?", "no"), ("Which has ferries?", "Veyl"), ("How many?", "3")]
+    facts = [{"title": "Veyl (isle)", "text": "Veyl Major has 3 ferries."}, {"title": "Orre", "text": "Orre has none."}]
+    # The first three are asked; no label answers the others.
+    asked = [("Is Veyl older?", "no"), ("Which has ferries?", "Veyl"), ("Which is larger?", "Veyl Major")]
+    asked += [("How many?", "3"), ("What are they?", "isle"), ("Were they both larger?", "Orre has none.")]
     rows = [
         {"type": "comparison", "question": question, "answer": answer, "gold_facts": facts}
         for question, answer in asked
@@ -38,7 +40,7 @@ def test_right_answers_are_counted(thin_or_bundled, tmp_path):
     data.write_text("\n".join(map(json.dumps, rows)))
     arguments = ["--part", "hotpotqa", "--data", str(data), "--model", thin_or_bundled, "--dtype", "float32"]
     ways = {row["way"]: row for row in decide.main(arguments)["rows"]}
-    assert {way: row["n"] for way, row in ways.items()} == {"schema": 2, "decide": 2, "all rotations": 2}
+    assert {way: row["n"] for way, row in ways.items()} == {"schema": 3, "decide": 3, "all rotations": 3}
     assert all(row["low"] <= row["right"] <= row["high"] and 0 <= row["p"] <= 1 for row in ways.values())
 
 
