@@ -8,8 +8,8 @@
   from that cache); `floor`, one pass of plain transformers over the same last tokens behind a cache that holds the
   rest; `second`, the pack in memory before any pass was captured (the first request read it from disk). Medians of
   questions of different lengths, in a process that answered before. `text_bound` is 2 · parameters · tokens over the
-  rate of the matrix product, `pinned_bound` the bytes of the pack and of the weights over the bandwidths. `peak_gb` is
-  the most memory that was ever allocated.
+  rate of the matrix product, `pinned_bound` the bytes of the pack and of the weights over the bandwidths, `disk_bound`
+  the bytes of the pack over that of the disk. `peak_gb` is the most memory that was ever allocated.
 - several packs: four packs behind each other, exact at first use and again, and composed.
 - decoding: tokens a second behind a pack, of one answer and of eight at once on one pack, with captured graphs and
   `plain`, beside `model.generate`, and the same with a static cache, which transformers compiles on accelerators.
@@ -122,10 +122,10 @@ def fitting(report: Report, asked: str) -> Iterator[str]:
 
 
 class _Rates:
-    """Bytes a second on the device and from pinned memory, and operations a second; 0 if they are not known."""
+    """Bytes a second on the device, from pinned memory and from disk, and operations a second; 0 if not known."""
 
-    def __init__(self, device: float = 0.0, pinned: float = 0.0, product: float = 0.0) -> None:
-        self.device, self.pinned, self.product = device, pinned, product
+    def __init__(self, device: float = 0.0, pinned: float = 0.0, product: float = 0.0, disk: float = 0.0) -> None:
+        self.device, self.pinned, self.product, self.disk = device, pinned, product, disk
 
 
 class _Shape:
@@ -193,6 +193,8 @@ class _Shape:
         rates, weights = self._rates, sum(weight.nbytes for weight in self._model.parameters())
         row["text_bound_s"] = 2 * self._parameters * tokens / rates.product if rates.product else None
         row["pinned_bound_s"] = kv_bytes / rates.pinned + weights / rates.device if rates.pinned else None
+        row["disk_bound_s"] = kv_bytes / rates.disk if rates.disk else None
+        row["disk/bound"] = row["disk_s"] * rates.disk / kv_bytes if rates.disk else None
         row |= {"memory/floor": row["memory_s"] / row["floor_s"], "text/pinned": row["text_s"] / row["pinned_s"]}
         row["plain/pinned"] = row["plain_s"] / row["pinned_s"]
         self._report.add("speed", row | {"kv_gb": kv_bytes / 1e9, "peak_gb": _peak_bytes(self._report.device) / 1e9})
@@ -407,7 +409,7 @@ def _bandwidth(report: Report) -> _Rates:
     report.add("speed", row | {"product_tflops": product / 1e12})
     pinned_gb = row["pinned_gb_s"] or row["pageable_gb_s"]
     # What a step reads is not written, so the rate of reading counts.
-    return _Rates(1e9 * row["device_gb_s"], 1e9 * pinned_gb, product)
+    return _Rates(1e9 * row["device_gb_s"], 1e9 * pinned_gb, product, 1e9 * row["disk_gb_s"])
 
 
 def seconds_of(act: Callable[[], object], device: torch.device) -> float:
