@@ -41,16 +41,22 @@ def encode(tensor: Tensor) -> bytes:
 
 
 def decode(data: Buffer, name: str, into: Tensor) -> None:
-    """Write the tensor `name` that `encode` encoded `into` memory; raises `PackCorruptError` for invalid bytes."""
+    """Write the tensor `name` that `encode` encoded `into` memory, where heads may stand apart.
+
+    Raises `PackCorruptError` for invalid bytes.
+    """
     count, width = into.numel(), into.itemsize
-    cut = count * (width - 1)
+    cut, start = count * (width - 1), 0
     planes = np.frombuffer(data[:cut], np.uint8).reshape(width - 1, count)
-    words = into.view(-1).view(torch.uint8).numpy().view(f"<u{width}")
-    words[:] = np.frombuffer(_decompressed(data[cut:], count, name), np.uint8)
-    # Shifting is twice as fast as writing every other byte.
-    for plane in planes[::-1]:
-        words <<= 8
-        words |= plane
+    top = np.frombuffer(_decompressed(data[cut:], count, name), np.uint8)
+    for part in [into] if into.is_contiguous() else into:
+        words, stop = part.view(-1).view(torch.uint8).numpy().view(f"<u{width}"), start + part.numel()
+        words[:] = top[start:stop]
+        # Shifting is twice as fast as writing every other byte.
+        for plane in planes[::-1]:
+            words <<= 8
+            words |= plane[start:stop]
+        start = stop
 
 
 def digest(found: Tensor | Buffer, *, is_forgeable: bool) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import struct
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -200,16 +201,22 @@ class EntryFile:
         """
         places = list(chain.from_iterable(zip(room.keys, room.values, strict=True)))
         forms = [(tuple(place.shape), str(place.dtype).removeprefix("torch.")) for place in places]
-        if self.stored or forms != list(zip(self.shapes, self.dtypes, strict=True)):
+        if forms != list(zip(self.shapes, self.dtypes, strict=True)):
             return False
-        starts = list(accumulate(self.sizes, initial=len(self.head)))
+        starts, own = list(accumulate(self.sizes, initial=len(self.head))), threading.local()
 
         def read(index: int) -> None:
-            at = starts[index]
-            for head in places[index]:
-                at += fill(file, memoryview(raw(head)), at)
+            at, packed = starts[index], None
+            if self.stored:
+                if not hasattr(own, "memory"):  # One of each thread: new memory takes longer than filling it.
+                    own.memory = new_memory(max(self.stored)).data
+                packed = own.memory[: self.stored[index]]
+            for part in places[index] if packed is None else [packed]:
+                at += fill(file, memoryview(raw(part)) if packed is None else part, at)
             if at < starts[index + 1]:
                 raise PackCorruptError(f"The file ends at byte {at}; expected {self.nbytes}.")
+            if packed is not None:
+                decode(packed, self.names[index], places[index])
             self._checked(index, places[index])  # While it is in the processor's cache.
 
         in_threads(read, range(len(places)), self.nbytes)

@@ -439,7 +439,7 @@ class PackStore(Packs):
         return kv and kv.slice(0, shared)
 
     def read_into(self, room: KVTensors, entry: Entry, namespaces: Collection[str]) -> bool:
-        """As `Packs.read_into`: from an uncompressed file of a folder."""
+        """As `Packs.read_into`: from the file of a folder."""
         return self.open(entry, namespaces, room) is not None
 
     def _read(self, file: EntryFile) -> KVTensors | None:
@@ -683,13 +683,14 @@ def _header(read: Callable[[int], Buffer], key: str, size: int) -> EntryFile:
 
 
 def _read_into(room: KVTensors, blobs: Blobs, entry: Entry) -> EntryFile | None:
-    """Read the file of `entry` into `room`; `None` if it has other tokens or another form."""
+    """Read the file of `entry` into `room`; `None` unless it has the first tokens of `entry`, in the form of `room`."""
     if not isinstance(blobs, FolderBlobs):
         return None
     with blobs.open(entry.key) as opened:
         number = opened.fileno()
         file = _header(lambda count: os.pread(number, count, 0), entry.key, os.fstat(number).st_size)
-        return file if file.entry.token_ids == entry.token_ids and file.read_into(room, opened) else None
+        has_its_tokens = file.entry.token_ids == entry.token_ids[: len(file.entry.token_ids)]
+        return file if has_its_tokens and file.read_into(room, opened) else None
 
 
 def _own(file: EntryFile, key: str) -> EntryFile:

@@ -134,7 +134,7 @@ class Packs(Shared, ABC):
         return None
 
     def read_into(self, room: KVTensors, entry: Entry, namespaces: Collection[str]) -> bool:  # noqa: ARG002
-        """Read the KV of exactly `entry` into `room`, without other memory; returns whether that was possible."""
+        """Read the KV of `entry`, if just the tokens of `room` are stored, there; returns whether that was possible."""
         return False
 
     def write(self, entry: Entry, kv: KVTensors, compression: Compression = "lossless") -> bool:  # noqa: ARG002

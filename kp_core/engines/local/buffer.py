@@ -25,6 +25,7 @@ from kp_core.errors import ModelError
 from kp_core.kv import KVTensors
 from kp_core.memory import new_memory
 from kp_core.plan.plan import Limit
+from kp_core.threads import in_threads
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,11 @@ class BufferLayer:
         self.length = start + count
         self.keys.narrow(2, start, count).copy_(keys)
         self.values.narrow(2, start, count).copy_(values)
+
+    def touch(self) -> None:
+        """Write to the beginning of each head."""
+        for side in self.memory:
+            side[:, :, :1] = 0
 
     def put(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
         """Write tokens to `places`; `length` stays."""
@@ -404,7 +410,10 @@ class BufferPool:
                 return None
             self.used += size
         try:
-            buffer = buffer or KVBuffer(self._shape, capacity, self.copy)
+            if buffer is None:
+                buffer = KVBuffer(self._shape, capacity, self.copy)
+                # The system clears a large page at its first use, which takes longer than all reading.
+                in_threads(BufferLayer.touch, buffer.layers if held else [], buffer.nbytes)
             buffer.load(held)
         except BaseException:
             self.free(size)

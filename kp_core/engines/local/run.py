@@ -141,15 +141,22 @@ class Run:
         """Load the KV that a pack or the store has for a region. First computes the missing tokens before it."""
         # Only a forward pass gives logits, so it must compute the last token.
         stop = min(region.stop, len(self.plan.prompt) - 1) if self._needs_logits else region.stop
-        if stop <= self.buffer.length or self._bring_in_place(region, stop):
+        if stop <= self.buffer.length:
             return
-        packs = self.load(region, self.plan) if region.source == "pack" else None
-        if packs:
-            self._bring_kv(packs[0].kv, region.start, stop)
-            return
+        span = region.span if region.source == "pack" else None
+        if span is not None:
+            if not span.soft and not span.pack.kv and find_handles(span.handle):
+                pack = Entry.of_pack(span.handle, span.pack.fingerprint, span.pack.prefix, span.pack.token_ids)
+                if self._bring_in_place(pack, region.start, region.stop, stop):
+                    return
+            if packs := self.load(region, self.plan):
+                self._bring_kv(packs[0].kv, region.start, stop)
+                return
         for (start, end), entry in self.plan.entries.items():
-            if region.start <= start < stop and min(end, stop) > self.buffer.length:
-                self._bring_kv(self._read(entry), start, min(end, stop))
+            last = min(end, stop)
+            is_missing = region.start <= start < stop and last > self.buffer.length
+            if is_missing and not self._bring_in_place(entry, start, end, last):
+                self._bring_kv(self._read(entry), start, last)
 
     def _bring_kv(self, kv: KVTensors | None, start: int, stop: int) -> None:
         """Append the `kv` of tokens from `start` on, up to `stop`. First computes the missing tokens before it."""
@@ -159,28 +166,28 @@ class Run:
             self.compute(start)
             self._append(kv.slice(self.buffer.length - start, kv.tokens))
 
-    def _bring_in_place(self, region: Region, stop: int) -> bool:
-        """Read the KV of a pack from its file into the buffer; returns whether it is there.
+    def _bring_in_place(self, entry: Entry, start: int, end: int, stop: int) -> bool:
+        """Read the KV of the tokens `start:end` from a file into the buffer, which then has those up to `stop`.
 
-        The tree then gets a copy of this and all that follows after the first token (`settle`). So this is for answers,
-        while no other prompt waits that may begin with this pack.
+        Returns whether it is there. It takes no other memory: new memory costs more than reading. The tree then gets a
+        copy of this and all that follows after the first token (`settle`). So this is for answers, while no other
+        prompt waits that may begin with these tokens.
         """
-        span, packs, model = region.span, self.plan.packs, self._model
-        if region.source != "pack" or span is None or span.soft or span.pack.kv or packs is None:
-            return False
+        packs, model = self.plan.packs, self._model
         # Composers write KV into views of the buffer, too; on a GPU it is copied while the first layers compute.
         is_written = "compose" not in model.lacks and model.shape.device.type == "cpu" and not model.shape.states
         is_alone = self._may_defer and not self.plan.labels and not self._scheduler.may_join(1)
-        if not (is_written and is_alone and find_handles(span.handle)):
+        if packs is None or not (is_written and is_alone):
             return False
-        self.compute(region.start)
-        if self.buffer.length > region.start:
+        self.compute(start)
+        filled = self.buffer.length
+        known = self.buffer.read(start, filled)
+        is_there = packs.read_into(self.buffer.view_of(start, end), entry)
+        self.buffer.truncate(start)
+        self.buffer.append(known)  # The tree has them already; a damaged file has written over them.
+        if not is_there:
             return False
-        entry = Entry.of_pack(span.handle, span.pack.fingerprint, span.pack.prefix, span.pack.token_ids)
-        room = self.buffer.view_of(region.start, region.stop)
-        if not packs.read_into(room, entry):
-            return False
-        self.buffer.append(room.slice(0, stop - region.start))
+        self.buffer.append(self.buffer.view_of(filled, stop))
         self.path.owe(owes=True)
         self._check_limit()
         return True

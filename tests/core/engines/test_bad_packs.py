@@ -62,10 +62,11 @@ def test_a_damaged_pack_of_a_read_only_store_is_computed_from_its_text(damage, s
             held.get(handle)
 
 
+@pytest.mark.parametrize("compress", ["none", "lossless"])
 @pytest.mark.parametrize("damage", ["none", "first layer", "last layer", "cut", "cut while read"])
-def test_what_is_read_into_a_request_is_checked_before_it_is_used(damage, store, monkeypatch, caplog):
+def test_what_is_read_into_a_request_is_checked_before_it_is_used(damage, compress, store, monkeypatch, caplog):
     engine = tiny_engine()
-    handle = store.put(engine.build_pack(TEXT, namespace="a"))
+    handle = store.put(engine.build_pack(TEXT, namespace="a", compress=compress))
     asked = {"messages": f"{handle}\n\nWho?", "view": store.view("a"), "max_tokens": 3, "logprobs": True}
     expected = engine.generate(**asked, reuse=False)
     [file] = store.path.rglob("*.safetensors")
@@ -83,6 +84,34 @@ def test_what_is_read_into_a_request_is_checked_before_it_is_used(damage, store,
     assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
     assert ("is damaged, deleted, and computed again" in caplog.text) == (damage != "none") != file.exists()
     assert found.usage.reused_tokens >= found.usage.pack_tokens or damage != "none"
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_a_head_is_read_into_a_request_whose_first_tokens_are_in_memory(damage, store, monkeypatch, caplog):
+    engine, said = tiny_engine(), [{"role": "system", "content": f"{TEXT} " * 12}, {"role": "user", "content": "Who?"}]
+    asked = {"messages": said, "view": store.view("a"), "max_tokens": 3, "logprobs": True}
+    expected = engine.generate(**asked, reuse=False)
+    engine.generate(**asked, keep="always")
+    said[1]["content"] = "Which colour?"
+    again = engine.generate(**asked, reuse=False)
+    [*_, file] = sorted(store.path.rglob("behind/*/*.safetensors"), key=lambda path: path.stat().st_size)
+    if damage:
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    engine.clear_cache()
+    engine.prefill([{"role": "system", "content": f"{TEXT[:9]}"}, said[1]])
+    before = engine.cached_bytes
+    monkeypatch.setattr(PackStore, "read", lambda *_: None)
+    found = engine.generate(**asked)
+    assert (found.token_ids, found.logprobs) == (again.token_ids, again.logprobs)
+    assert (found.usage.computed_tokens < 30) != damage
+    assert ("is damaged, deleted, and computed again" in caplog.text) == damage != file.exists()
+    assert before < engine.cached_bytes
+    said[1]["content"] = "Who?"
+    once_more = engine.generate(**asked)
+    assert (once_more.token_ids, once_more.logprobs) == (expected.token_ids, expected.logprobs)
+    assert once_more.usage.computed_tokens < 30  # The tree has what was read, and its own first tokens.
 
 
 def test_the_tree_gets_a_pack_that_was_read_into_a_request_behind_its_first_token(store):
