@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -109,19 +110,20 @@ def ballots_of(questions: Mapping[Any, Question], rotations: Rotations, tokenize
         raise OptionError(f"Got rotations={rotations!r}; expected an integer >= 1, or 'all'.")
     if not isinstance(questions, Mapping) or not questions:
         raise OptionError(f"Got the questions {questions!r}; expected a mapping of names to at least one `Question`.")
+    tokens_of = cache(partial(_tokens, tokenizer=tokenizer))  # Questions often have the same labels.
     for key, question in questions.items():
         if not isinstance(question, Question):
             raise OptionError(f"Got the question {question!r} under {key!r}; expected a `kp_core.Question`.")
         labels = [*question.labels]
         described = question.labels if isinstance(question.labels, Mapping) else dict.fromkeys(labels, "")
         count = len(labels) if rotations == "all" else min(rotations, len(labels))
-        words = {label: _tokens(label, label[0].upper() + label[1:], tokenizer=tokenizer) for label in labels}
+        words = {label: tokens_of(label, label[0].upper() + label[1:]) for label in labels}
         # Each label stands for itself if one token says which it is, else a letter stands for it.
         is_said = all(words.values()) and len(set().union(*words.values())) == sum(map(len, words.values()))
         for turn in (number * len(labels) // count for number in range(count)):
             turned = labels[turn:] + labels[:turn]
             names = turned if is_said else _LETTERS[: len(labels)]
-            tokens = [words[name] if is_said else _tokens(name, tokenizer=tokenizer) for name in names]
+            tokens = [words[name] if is_said else tokens_of(name) for name in names]
             if not all(tokens):
                 raise UnsupportedRequestError("This tokenizer has no tokens for single letters, so it decides nothing.")
             lines = [

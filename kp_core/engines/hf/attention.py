@@ -116,13 +116,11 @@ def attend(  # noqa: PLR0913 - the inputs of attention
     scale: float | None = None,
     sees: Sees = Sees(),  # noqa: B008 - frozen
     sinks: Tensor | None = None,
-    begun: Sequence[Tensor] = (),
 ) -> Tensor:
     """Attention of tokens at ascending `positions`, each over the keys up to its own position.
 
     Shapes are as in `tiled_attention`, but the result is `(1, heads, new, head_dim)`. Keys are stored at their
-    positions. Keys behind the last position may hold any finite numbers; missing ones are padded. `begun` is what
-    `of_tiles` gave for the first tiles.
+    positions. Keys behind the last position may hold any finite numbers; missing ones are padded.
     """
     if query.device.type != "cpu" or torch.is_grad_enabled():
         return _by_mask(query, key, value, positions, scale, sees, sinks)
@@ -135,8 +133,7 @@ def attend(  # noqa: PLR0913 - the inputs of attention
     outputs, start = [], 0
     for places in [tuple(positions)] if is_few else _by_tile(tuple(positions)):
         stop = start + len(places)
-        own = [side[:, :, :, start:stop] for side in begun]
-        outputs.append(_of_rows(query[:, :, start:stop], key, value, places, scale, sees, sinks, own))
+        outputs.append(_of_rows(query[:, :, start:stop], key, value, places, scale, sees, sinks))
         start = stop
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2))[..., :dim]
 
@@ -225,7 +222,6 @@ def _of_rows(  # noqa: PLR0913
     scale: float | None,
     sees: Sees,
     sinks: Tensor | None,
-    begun: Sequence[Tensor],
 ) -> Tensor:
     """Attention of tokens at `positions` in one tile, or in any tiles where each token sees all before it."""
     heads, new = query.shape[1:3]
@@ -233,16 +229,16 @@ def _of_rows(  # noqa: PLR0913
     share = heads // kv_heads
     grouped, extra = grouped_rows(query, kv_heads)
     # All tokens see the whole of the tiles from `whole` to their own. They see tiles from `first` to `whole` in part.
-    first = len(begun[0]) if begun else sees.first(own_tiles.start * TILE) // TILE
+    first = sees.first(own_tiles.start * TILE) // TILE
     whole = min(own_tiles.start, max(first, -(-sees.first(own_tiles.stop * TILE - 1) // TILE)))
     past = range(own_tiles.start, own_tiles.start) if new <= _FEW else range(whole, own_tiles.start)
-    outputs, weights = ([side.flatten(2, 3) for side in begun[at : at + 1]] for at in (0, 1))
+    outputs, weights = list[Tensor](), list[Tensor]()
     for tiles in (
         (range(first, past.start), past, range(past.stop, own_tiles.stop)) if past else (range(first, own_tiles.stop),)
     ):
         if not tiles:
             continue
-        mask_of = _small_mask if grouped.shape[2] * len(tiles) * TILE <= _SMALL_MASK else _large_mask
+        mask_of = _small_mask if grouped.shape[2] * len(tiles) * TILE <= _SMALL_MASK else large_mask
         mask, blind = (None, None) if tiles is past else mask_of(positions, share, extra, tiles, sees, query.dtype)
         of_each_tile = grouped.expand(len(tiles), -1, -1, -1)
         keys, values = tiles_of(key, tiles), tiles_of(value, tiles)
@@ -287,7 +283,7 @@ def _mask(  # noqa: PLR0913
 
 # All layers of a pass share its masks. One for each of its tiles is small. Those of a question are as long as all that
 # stands before it, and are no part of the budget for KV: only the last two are kept.
-_small_mask, _large_mask = lru_cache(32)(_mask), lru_cache(2)(_mask)
+_small_mask, large_mask = lru_cache(32)(_mask), lru_cache(2)(_mask)
 
 
 @lru_cache(64)

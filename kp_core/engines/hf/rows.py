@@ -7,15 +7,17 @@ from contextlib import ExitStack
 from itertools import accumulate, chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kp_core.engines.hf.attention import (
+    Sees,
     attend,
     bias_of,
     grouped_rows,
     joined,
     keys_to_read,
+    large_mask,
     of_tiles,
     tile_of_each,
     tiles_of,
@@ -92,29 +94,69 @@ class Rows:
 @torch.inference_mode()
 def run_ragged(model: Network, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
     """See `Model.ragged`. What all rows of one buffer see is read once."""
-    counts, device, sees = [len(row_tokens) for row_tokens in tokens], buffers[0].shape.device, model.sees
-    is_one = device.type == "cpu" and all(buffer is buffers[0] for buffer in buffers)
-    shared = range(buffers[0].length // TILE if is_one else 0)
+    counts, first, sees = [len(row_tokens) for row_tokens in tokens], buffers[0], model.sees
     positions = [range(buffer.length, buffer.length + count) for buffer, count in zip(buffers, counts, strict=True)]
+    sides = {side.shape for side in first.stacked or ()}
+    is_one = first.shape.device.type == "cpu" and len(sides) == 1 and all(buffer is first for buffer in buffers)
+    attend_together = _branching(first, counts) if is_one and len(buffers) > 1 else None
 
     def attend_each(  # noqa: PLR0913
         layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, sinks: Tensor | None
     ) -> Tensor:
-        outputs, begun, kv = [], tuple[Tensor, ...](), buffers[0].layers[layer]
-        if shared and not sees[layer].window and kv.keys.shape == kv.values.shape:
-            begun = of_tiles(query, tiles_of(kv.keys, shared), tiles_of(kv.values, shared), scale)
-        rows = zip(*(side.split_with_sizes(counts, 2) for side in (query, key, value)), strict=True)
-        for buffer, at, stop, (own_query, own_key, own_value) in zip(
-            buffers, positions, accumulate(counts), rows, strict=True
-        ):
+        if attend_together and not sees[layer].window:
+            return attend_together(layer, query, key, value, scale, sinks)
+        rows, outputs = zip(*(side.split_with_sizes(counts, 2) for side in (query, key, value)), strict=True), []
+        for buffer, at, (own_query, own_key, own_value) in zip(buffers, positions, rows, strict=True):
             kv = buffer.layers[layer]
             kv.length = at.start  # Another row of this buffer may have been written here.
             kv.write(own_key, own_value)
-            own = [side[:, :, :, stop - len(at) : stop] for side in begun]
-            outputs.append(attend(own_query, kv.keys, kv.values, at, scale, sees[layer], sinks, own))
+            outputs.append(attend(own_query, kv.keys, kv.values, at, scale, sees[layer], sinks))
         return torch.cat(outputs, dim=2)
 
     return _run(model, buffers, tokens, attend_each, cache_of_rows(buffers))
+
+
+def _branching(buffer: KVBuffer, counts: Sequence[int]) -> Callable[..., Tensor]:
+    """Attention of rows with `counts` tokens, each behind the tokens of `buffer`, which is not written to.
+
+    The whole tiles before the rows are read once. Of the others each row has a copy, and one call reads those of all.
+    """
+    start, longest = buffer.length, max(counts)
+    tiles = range(start // TILE, (start + longest - 1) // TILE + 1)
+    before, last = start % TILE, keys_to_read((start + longest - 1) % TILE + 1)
+    _, kv_heads, _, dim = buffer.layers[0].keys.shape
+    # Attention reads what is masked, too, and it must be finite.
+    copies = torch.zeros(2, len(counts), kv_heads, (len(tiles) - 1) * TILE + last, dim, dtype=buffer.shape.dtype)
+
+    def padded(side: Tensor) -> Tensor:
+        rows = [*side[0].transpose(0, 1).split_with_sizes(counts)]
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True).transpose(1, 2)
+
+    def unpadded(side: Tensor, share: int) -> Tensor:
+        rows = side[:, :, : share * longest].reshape(*side.shape[:2], share, longest, *side.shape[3:])
+        return torch.cat([row[:, :, :count] for row, count in zip(rows, counts, strict=True)], dim=2)[None]
+
+    def attend_together(  # noqa: PLR0913
+        layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        kv, share = buffer.layers[layer], query.shape[1] // kv_heads
+        for copy, side, new in zip(copies, (kv.keys, kv.values), (key, value), strict=True):
+            copy[:, :, :before] = side[:, :, start - before : start]
+            copy[:, :, before : before + longest] = padded(new)
+        grouped, extra = grouped_rows(padded(query), kv_heads)
+        masks, blind = large_mask(tuple(range(start, start + longest)), share, extra, tiles, Sees(), query.dtype)
+        parts, whole = list[tuple[Tensor, Tensor]](), range(tiles.start)
+        if whole:
+            parts.append(of_tiles(query, tiles_of(kv.keys, whole), tiles_of(kv.values, whole), scale))
+        for at, (keys, values) in enumerate(zip(*(copy.split(TILE, 2) for copy in copies), strict=True)):
+            output, weight = tile_of_each(grouped, keys, values, masks[at : at + 1, ..., : keys.shape[2]], scale)
+            weight = weight if blind is None else weight.masked_fill(blind[at], -torch.inf)
+            parts.append((unpadded(output, share), unpadded(weight, share)))
+        row_sinks = None if sinks is None else sinks.reshape(kv_heads, share, 1).expand(-1, -1, query.shape[2])
+        outputs, weights = map(list, zip(*parts, strict=True))
+        return joined(outputs, weights, query.dtype, row_sinks).reshape(query.shape)
+
+    return attend_together
 
 
 def _run(

@@ -179,8 +179,8 @@ class LocalEngine:
             _tell(stream, run)
             waiting = list(ends)
             while waiting:
-                totals = accumulate(map(len, waiting))
-                count = max(sum(total <= _MOST_TOKENS for total in totals), 1)
+                lengths = accumulate(map(len, waiting), max)  # Attention pads the rows of a pass to the longest.
+                count = max(sum(rows * length <= _MOST_TOKENS for rows, length in enumerate(lengths, 1)), 1)
                 rows, waiting = waiting[:count], waiting[count:]
                 if stream.limit.is_set():
                     raise CancelledError

@@ -103,6 +103,25 @@ def test_questions_of_any_length_in_one_pass_are_what_each_is_alone(architecture
         assert [each.length for each in together] == [each.length for each in alone]
 
 
+@architectures
+@pytest.mark.parametrize("start", [40, 250, 600])  # Rows in the first tile, beyond its end, behind whole tiles.
+def test_questions_behind_one_buffer_are_what_each_is_alone(architecture, start):
+    engine = tiny_engine(architecture, chunk_tokens=1024).engine
+    if "batch" in engine.lacks:
+        pytest.skip("one by one: its attention is the library's own")
+    draw = random.Random(start)
+    prefix = [draw.randrange(256) for _ in range(start)]
+    shared = behind(engine, prefix, [])
+    before = shared.read(0, start)
+    for counts in [(1, 20, 9, 4), (33, 1, 70), (7, 7, 7), (150, 2)]:
+        asked = [[draw.randrange(256) for _ in range(count)] for count in counts]
+        found = engine.model.ragged([shared] * len(asked), asked)
+        shared.truncate(start)
+        alone = [engine.scheduler.forward(ids, behind(engine, prefix, [])) for ids in asked]
+        assert same(engine, found, torch.cat(alone)), counts
+    assert shared.read(0, start).equal(before)
+
+
 def test_the_engine_says_which_models_decode_together():
     for name in ARCHITECTURES:
         engine = tiny_engine(name).engine
