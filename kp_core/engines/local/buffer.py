@@ -413,7 +413,8 @@ class BufferPool:
             if buffer is None:
                 buffer = KVBuffer(self._shape, capacity, self.copy)
                 # The system clears a large page at its first use, which takes longer than all reading.
-                in_threads(BufferLayer.touch, buffer.layers if held else [], buffer.nbytes)
+                is_on_cpu = self._shape.device.type == "cpu"
+                in_threads(BufferLayer.touch, buffer.layers if held and is_on_cpu else [], buffer.nbytes)
             buffer.load(held)
         except BaseException:
             self.free(size)
