@@ -73,9 +73,9 @@ _SYSTEM = "Answer in a few words, from what the tool `search` finds."
 class _Steps(AgentMiddleware[Any, Any, Any]):
     """Has the model call or answer, and adds up what its calls cost, from where `begin`, in front, sees them."""
 
-    def __init__(self, *, reuse: bool) -> None:
+    def __init__(self, *, reuse: bool, answer: int) -> None:
         super().__init__()
-        self._reuse, self._began = reuse, (0.0, 0.0)
+        self._reuse, self._answer, self._began = reuse, answer, (0.0, 0.0)
         self.choice, self.record = "auto", dict[str, float]()
 
     def begin(self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Any]) -> Any:  # noqa: ANN401
@@ -85,8 +85,10 @@ class _Steps(AgentMiddleware[Any, Any, Any]):
     def wrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
     ) -> ModelResponse[Any]:
-        choice = "none" if self.choice == "search" and request.messages[-1].type == "tool" else self.choice
+        choice, is_answer = self.choice, request.messages[-1].type == "tool"
         settings, sent = {**request.model_settings, "reuse": self._reuse}, time.perf_counter()
+        if is_answer:
+            settings["max_tokens"], choice = self._answer, "none" if choice == "search" else choice
         response = handler(request.override(tool_choice=choice, model_settings=settings))
         usage, (began, cpu) = response.result[0].response_metadata["kp"], self._began
         costs = {
@@ -110,7 +112,7 @@ class _Agent:
 
     def __init__(self, name: str, engine: Session, folder: Path, arguments: argparse.Namespace) -> None:
         options: dict[str, Any] = {"keep": "never"}
-        self._steps, self._found, self.is_new = _Steps(reuse=name != "none"), "", True
+        self._steps, self._found, self.is_new = _Steps(reuse=name != "none", answer=arguments.answer), "", True
         middleware: list[Any] = [wrap_model_call(self._steps.begin), ModelCallLimitMiddleware(run_limit=_CALLS)]
         self._store = PackStore(folder / "packs") if name in ("packs", "select") else None
         if self._store is not None:
@@ -226,8 +228,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     stream = questions("world", arguments.packs, arguments.tokens, encode, arguments.seed)
     log = arguments.json and arguments.json.with_suffix(".jsonl")
-    settings = ("steps", "packs", "tokens", "head", "memory_tokens", "asked", "free", "dtype", "model", "seed")
-    cell = json.dumps({name: str(getattr(arguments, name)) for name in settings})
+    settings = "steps packs tokens head memory_tokens asked answer free dtype model seed"
+    cell = json.dumps({name: str(getattr(arguments, name)) for name in settings.split()})
     done = {key: line["record"] for key, line in read_log(log).get(cell, {}).items()} if log else {}
 
     def once(key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -304,6 +306,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--head", type=int, default=0, metavar="N", help="tokens of tool schemas; default: few")
     parser.add_argument("--memory-tokens", type=int, metavar="N", help="of the middleware; default: its own")
     parser.add_argument("--asked", type=int, default=0, metavar="N", help="questions put again; default: %(default)s")
+    parser.add_argument("--answer", type=int, default=_ANSWER, metavar="N", help="most tokens; default: %(default)s")
     parser.add_argument("--free", action="store_true", help="the model decides what it calls")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the world; default: %(default)s")
     arguments = parser.parse_args(argv)

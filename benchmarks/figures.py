@@ -32,6 +32,17 @@ def _accumulation(found: dict[str, Any], folder: Path) -> None:
     plots.lines(folder, "accumulation", searches, sent, {}, ("searches of the agent", "tokens sent to the model", ""))
 
 
+def _agent(found: dict[str, Any], folder: Path) -> None:
+    [conversation, *_] = found["conversations"]
+    names = {"text": "text", "select": "packs, select:packs=1"}
+    if set(names) <= set(conversation):
+        panels = {
+            label: {shown: [step[cost] for step in conversation[name]["steps"]] for name, shown in names.items()}
+            for cost, label in {"first": "seconds to the first tokens", "read": "tokens of the prompt"}.items()
+        }
+        plots.panels(folder, "agent", "searches of the agent", panels, "the window is full")
+
+
 def _size(found: dict[str, Any], folder: Path) -> None:
     rows = found["rows"]
     series = {"bytes": [row["bytes_ratio"] for row in rows], "time to load": [row["load_ratio"] for row in rows]}
@@ -54,6 +65,7 @@ def _concurrency(found: dict[str, Any], folder: Path) -> None:
 DRAWN: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "ttft": _ttft,
     "accumulation": _accumulation,
+    "agent": _agent,
     "size": _size,
     "concurrency": _concurrency,
     "packets": packets.draw,

@@ -9,7 +9,7 @@ import matplotlib as mpl
 from cycler import cycler
 from matplotlib.figure import Figure
 
-__all__ = ["bars", "lines", "points"]
+__all__ = ["bars", "lines", "panels", "points"]
 
 _MARKS = ("o-", "s--", "^:", "d-.")
 # Ink and colours that can be told apart by people who see no red or no green, on white and on black.
@@ -48,6 +48,23 @@ def lines(  # noqa: PLR0913
             more = twin.get_legend_handles_labels()
             handles = handles[0] + more[0], handles[1] + more[1]
         axes.legend(*handles, fontsize=8)
+
+    _save(draw, folder, name)
+
+
+def panels(
+    folder: Path, name: str, label: str, of_panel: Mapping[str, Mapping[str, Sequence[float]]], note: str
+) -> None:
+    """One panel beside another, each with lines over 1, 2, ... (`label`). `note` stands where the first line ends."""
+
+    def draw(figure: Figure) -> None:
+        for axes, (title, series) in zip(figure.subplots(1, len(of_panel)), of_panel.items(), strict=True):
+            for at, (line, values) in enumerate(series.items()):
+                axes.plot(range(1, len(values) + 1), values, color=f"C{at}", label=line)
+            ended = next(iter(series.values()))
+            axes.plot(len(ended), ended[-1], "x", color="C0", label=note)
+            axes.set(xlabel=label, ylabel=title, ylim=(0, None))
+        figure.axes[0].legend(fontsize=8)
 
     _save(draw, folder, name)
 

@@ -258,8 +258,11 @@ def test_figures_are_drawn_for_light_and_dark_pages(tmp_path: Path) -> None:
     results.mkdir()
     rows = [{"tokens": 256, "text_s": 1.0, "pack_memory_s": 0.1, "pack_disk_s": 0.2}]
     (results / "ttft.json").write_text(json.dumps({"rows": rows}))
+    steps = {name: {"steps": [{"first": 1.0, "read": 600}] * many} for name, many in {"text": 2, "select": 3}.items()}
+    (results / "agent.json").write_text(json.dumps({"conversations": [steps]}))
     drawing.main(["--results", str(results), "--out", str(out)])
-    assert sorted(path.name for path in out.iterdir()) == ["ttft-dark.svg", "ttft.svg"]
+    names = ["agent-dark.svg", "agent.svg", "ttft-dark.svg", "ttft.svg"]
+    assert sorted(path.name for path in out.iterdir()) == names
     first = {path.name: path.read_bytes() for path in out.iterdir()}
     drawing.main(["--results", str(results), "--out", str(out)])
     assert {path.name: path.read_bytes() for path in out.iterdir()} == first
