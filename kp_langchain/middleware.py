@@ -44,7 +44,7 @@ _REMEMBERED = 65_536  # Sizes of messages, and results that have left.
 
 
 def _union(known: list[str], new: list[str]) -> list[str]:
-    return list(dict.fromkeys((*known, *new)))
+    return list(dict.fromkeys(name for name in (*known, *new) if isinstance(name, str)))  # Anybody may write a state.
 
 
 class PackState(AgentState[Any]):

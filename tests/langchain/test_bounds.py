@@ -280,6 +280,7 @@ def test_states_of_others_and_lost_packs_do_no_harm(model, handles, facts, packs
     assert not any("heron" in fact.text for fact in facts.facts(namespace="book"))
     packs.remove(Handle.parse(handles[3]))
     assert handles[3] not in found_in(sent(searching(facts), model, reading(handles, "page 3"), packs=handles))
+    assert middleware_file._union(["kp:no", 1], [{"x": 1}, None, "kp:no", "x"]) == ["kp:no", "x"]
     # A checkpoint without the channel.
     request = ModelRequest(model=model, messages=reading(handles), state={"messages": []})
     assert searching(facts).wrap_model_call(request, lambda changed: ModelResponse([*changed.messages])).result
