@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ _KEY = re.compile(r"(?!staging(?:/|$))[a-z0-9][a-z0-9_.-]*(?:/[a-z0-9][a-z0-9_.-
 _STALE_SECONDS = 24 * 3600
 _PART = 1 << 22  # Bytes that one thread reads at once.
 _PREFIX = ".kp-"
+_SEEKING = threading.Lock()
 
 
 class BlobStat(NamedTuple):
@@ -179,9 +181,17 @@ class FolderBlobs:
 def fill(file: FileIO, data: memoryview, start: int) -> int:
     """Fill `data` with the bytes of `file` from `start` on; returns how many there were."""
     filled = 0
-    while filled < len(data) and (count := os.preadv(file.fileno(), [data[filled:]], start + filled)):
+    while filled < len(data) and (count := _read_at(file, data[filled:], start + filled)):
         filled += count
     return filled
+
+
+def _read_at(file: FileIO, data: memoryview, start: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(file.fileno(), [data], start)
+    with _SEEKING:  # Windows has no reads at a place; threads share the file.
+        file.seek(start)
+        return file.readinto(data)
 
 
 def _stat(found: os.stat_result) -> BlobStat:

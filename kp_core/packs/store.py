@@ -687,8 +687,12 @@ def _read_into(room: KVTensors, blobs: Blobs, entry: Entry) -> EntryFile | None:
     if not isinstance(blobs, FolderBlobs):
         return None
     with blobs.open(entry.key) as opened:
-        number = opened.fileno()
-        file = _header(lambda count: os.pread(number, count, 0), entry.key, os.fstat(number).st_size)
+
+        def head(count: int) -> bytes:
+            opened.seek(0)
+            return opened.read(count)
+
+        file = _header(head, entry.key, os.fstat(opened.fileno()).st_size)
         has_its_tokens = file.entry.token_ids == entry.token_ids[: len(file.entry.token_ids)]
         return file if has_its_tokens and file.read_into(room, opened) else None
 

@@ -201,6 +201,15 @@ def test_of_a_file_that_is_cut_while_it_is_read_the_beginning_is_read(tmp_path, 
     assert blobs.read("a") == data[:cut]
 
 
+def test_threads_share_a_file_where_the_system_has_no_reads_at_a_place(tmp_path, monkeypatch):
+    blobs, data = FolderBlobs(tmp_path), os.urandom(30_000_000)
+    blobs.write("a", [data])
+    monkeypatch.setattr("kp_core.packs.blobs._PART", 1 << 16)
+    monkeypatch.delattr(os, "preadv")
+    assert blobs.read("a") == data
+    assert blobs.read("a", 5, 70_009) == data[5:70_009]
+
+
 def test_files_and_folders_are_their_owners_alone(tmp_path):
     FolderBlobs(tmp_path / "deep" / "blobs").write("a/b", [b"x"])
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
