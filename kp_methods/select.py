@@ -41,18 +41,10 @@ _NO_HEADS = "no retrieval heads of this model were found"
 _WORDS = re.compile(r"\w+(?:['\u2019-]\w+)*")
 _ENDS = re.compile(r"(?<=[.!?])\s+|\n+")
 _PROBES = (
-    ("The boats lie in the old dock. The {name} is painted {value}, and her sails are new.",
-     "Which colour has the {}?",
-     ("Aurora", "Bellona", "Cygnet", "Dolphin"), ("blue", "red", "white", "yellow")),
-    ("Opening hours vary. The key of room {name} hangs in the {value}. Ask for it in time.",
-     "Where does the key of room {} hang?",
+    ("The key of room {name} hangs in the {value}.", "Where does the key of room {} hang?",
      ("114", "237", "352", "468"), ("kitchen", "hall", "cellar", "office")),
-    ("Last spring {name} moved house. She found work at a {value} soon after, and stayed.",
-     "Where does {} work?",
+    ("{name} found work at a {value}.", "Where does {} work?",
      ("Amelia Stone", "Beatrice Hill", "Clara Wood", "Diana Field"), ("bank", "farm", "school", "theatre")),
-    ("The talks were long. The contract with {name} ends in {value}, unless it is renewed.",
-     "When does the contract with {} end?",
-     ("Lumen Ltd", "Norton & Sons", "Orbit Foods", "Paxton Rail"), ("May", "June", "October", "March")),
 )  # fmt: skip
 """A text about several things, a question about one of them, the things, and what is said of each."""
 
