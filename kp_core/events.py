@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from typing import TypeAlias
 
 Listener: TypeAlias = Callable[[str, Mapping[str, float | str]], object]
@@ -37,3 +38,9 @@ def log_event(logger: logging.Logger, name: str, **counts: float | str) -> None:
         text = ", ".join(f"{field}={count}" for field, count in counts.items())
         with suppress(Exception):
             logger.debug("%s: %s", name, text, extra={"kp_event": name, "kp": counts})
+
+
+@lru_cache(8192)
+def warn_once(logger: logging.Logger, message: str, *values: str) -> None:
+    """Log a warning, once for each of its `values`."""
+    logger.warning(message, *values)

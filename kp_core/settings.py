@@ -5,6 +5,7 @@ Needs pydantic, which both frameworks install; nothing else in the core imports 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Self, get_type_hints
@@ -25,6 +26,7 @@ from pydantic import (
 from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.shared import session_of, shared_engine
 from kp_core.errors import PackError, PromptError
+from kp_core.events import warn_once
 from kp_core.packs.handle import Handle
 from kp_core.packs.store import open_packs
 from kp_core.packs.view import TRUSTED_ROLES, Packs, PackView
@@ -32,6 +34,7 @@ from kp_core.plan.request import ABOUT, OF_THE_CORE, OPTIONS, PER_CALL, Request,
 from kp_core.session.session import Session
 from kp_core.steering import as_steering
 
+logger = logging.getLogger(__name__)
 MODEL_OPTIONS = tuple(name for name in OPTIONS if name not in (*PER_CALL, *OF_THE_CORE))
 """Options that are model fields as well as call options."""
 CALL_OPTIONS = tuple(name for name in OPTIONS if name not in OF_THE_CORE)
@@ -180,6 +183,9 @@ class ModelSettings(EngineSettings, _Options):  # type: ignore[misc]  # a table 
 
     def remembering(self) -> dict[str, Any]:
         """Return extra options for an agent's memory: keep computed KV, unless the model sets `keep`."""
+        if len(self.namespaces) > 1 and self.keep_in is None:
+            message = "A restart computes conversations anew. Say which namespace keeps them, `keep_in=...`, of: %s."
+            warn_once(logger, message, ", ".join(self.namespaces))
         return {} if "keep" in self.model_fields_set and self.keep is not None else {"keep": "always"}
 
     def _asked(self, options: Mapping[str, Any], *also: str) -> dict[str, Any]:

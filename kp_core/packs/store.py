@@ -24,7 +24,7 @@ from kp_core.errors import (
     PromptError,
     gone,
 )
-from kp_core.events import log_event
+from kp_core.events import log_event, warn_once
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs
 from kp_core.packs.codec import Compression
@@ -650,13 +650,8 @@ def _read_text(
         raise OSError(f"{blobs}/{key} came in another length than its {stat.size} bytes.")
     packs = decode_text(data, handle.namespace, _texts_of(secrets, handle))
     if len(data) == len(packs[0].text.encode()):  # Nothing stands before the text.
-        _tell(str(blobs))
+        warn_once(logger, "%s holds KV of release 0.2, which is computed again from its texts.", str(blobs))
     return packs
-
-
-@lru_cache
-def _tell(place: str) -> None:
-    logger.warning("%s holds KV of release 0.2, which is computed again from its texts.", place)
 
 
 def _last_removal(blobs: Blobs, namespace: str, _changes: str) -> str | None:

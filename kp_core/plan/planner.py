@@ -7,10 +7,11 @@ import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TypeAlias
 
 from kp_core.errors import ContextOverflowError, KnowledgePackError, OptionError, PackNotFoundError
+from kp_core.events import warn_once
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
@@ -251,9 +252,4 @@ def _report(handles: Sequence[tuple[str, str]], view: PackView | None, request: 
         if request.unresolved == "error" and role in trusted:
             raise PackNotFoundError(f'{name} does not resolve: {reason}. `unresolved="warn"` sends it as text.')
         if request.unresolved != "text":
-            _warn_once(name, reason)
-
-
-@lru_cache(8192)
-def _warn_once(name: str, reason: str) -> None:
-    logger.warning("Handle %s stays text: %s.", name, reason)
+            warn_once(logger, "Handle %s stays text: %s.", name, reason)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from kp_core.errors import PromptError
+from kp_core.events import warn_once
 from kp_core.packs.handle import handles_like
 from kp_core.packs.pack import root_of
 from kp_core.packs.view import PackRef, PackView, Segment
@@ -246,17 +246,12 @@ def _text_of_part(part: object, role: str) -> str:
         if isinstance(text, str) and not is_media and kind not in _UNSENT:
             return text
         if role in ("assistant", "tool") and not is_media and kind not in _UNSENT | {"text"}:
-            _log_left_out(kind[:80])
+            warn_once(logger, "Content parts of type %r are no text, and are left out of prompts.", kind[:80])
             return ""
     raise PromptError(
         f"Got a content part of type {kind!r} in a {role} message; a text model takes parts of the form "
         "{'type': 'text', 'text': ...}. Describe it in words, or leave it out."
     )
-
-
-@functools.lru_cache(100)
-def _log_left_out(kind: str) -> None:
-    logger.warning("Content parts of type %r are no text, and are left out of prompts.", kind)
 
 
 def filled(messages: Sequence[Message], reference: PackRef) -> tuple[Turn, ...]:

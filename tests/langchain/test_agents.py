@@ -24,7 +24,8 @@ from langgraph.types import Command
 from kp_core import Fact, Handle, MemoryFactStore, PackStore, find_handles, load_engine
 from kp_core.banks.compiling import compile_facts
 from kp_core.banks.delivery import Delivery
-from kp_core.errors import OptionError
+from kp_core.errors import OptionError, PackError
+from kp_core.events import warn_once
 from kp_langchain import (
     ChatKnowledgePacks,
     create_pack_search_tool,
@@ -34,7 +35,7 @@ from kp_langchain import (
 from kp_langchain.messages import with_texts
 from kp_langchain.middleware import KnowledgePackMiddleware, PackSummarizer
 from kp_langchain.store import KnowledgePackStore, namespace_of
-from tests.conftest import until
+from tests.conftest import tiny_engine, until
 from tests.core.engines.test_keeping import fresh_engine
 from tests.core.tools.test_tools import PARIS, Repeats
 from tests.kits import HashEmbedder
@@ -241,6 +242,23 @@ def test_a_tool_marks_the_head_that_is_kept(tmp_path):
     assert len(list(model.store.kept())) == 1
     assert cost["reused_tokens"] > 150
     assert cost["computed_tokens"] < 60
+
+
+@pytest.mark.parametrize("keep_in", [None, "talk"])
+def test_of_several_namespaces_one_keeps_the_conversation(keep_in, tmp_path, caplog):
+    warn_once.cache_clear()
+    for question in ("Which lamp burns?", "Who counts?"):
+        model = ChatKnowledgePacks(
+            engine=fresh_engine(), store=tmp_path, namespaces=["book", "talk"], keep_in=keep_in, max_tokens=3
+        )
+        steps = Steps(0)
+        agent = create_agent(
+            model, [], middleware=[KnowledgePackMiddleware(), steps], system_prompt="You keep the lamps of Veyl. " * 9
+        )
+        ask(agent, question)
+    assert (steps.usage[0]["reused_tokens"] > 100) == (keep_in is not None)
+    told = [message for message in caplog.messages if "`keep_in=...`" in message]
+    assert len(told) == (keep_in is None)
 
 
 def test_a_checkpointer_keeps_packs_across_processes(model, pages, tmp_path):
@@ -461,6 +479,28 @@ def test_a_fallback_reads_the_texts_of_packs(order, model, pages):
     agent = create_agent(model, [reader(pages[:1])], middleware=[*middleware, overflow, call_once])
     assert agent.invoke({"messages": [HumanMessage("Read.")]})["messages"][-1].text == "It read."
     assert [message.text for message in other.seen[0] if message.type == "tool"] == [PAGES[0]]
+
+
+@pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
+@pytest.mark.parametrize("order", ["in front", "behind"])
+def test_another_model_of_ours_computes_packs_from_their_texts(order, model, pages):
+    settings = {"store": model.store, "namespaces": model.namespaces, "max_tokens": 8}
+    other = ChatKnowledgePacks(engine=tiny_engine("qwen3"), **settings)
+    with pytest.raises(PackError, match='mismatch="rebuild"'):
+        sent_to(routed(other), order, model, pages[0])
+    rebuilding = ChatKnowledgePacks(engine=other.engine, **settings, mismatch="rebuild")
+    answer = sent_to(routed(rebuilding), order, model, pages[0])[-1]
+    assert answer.response_metadata["model_name"] == rebuilding.model_name != model.model_name
+    assert answer.response_metadata["kp"]["pack_tokens"] > 0
+
+
+@pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
+def test_a_fallback_in_front_takes_over_from_a_server_that_is_down(model, pages):
+    down = ChatKnowledgePacks(base_url="http://127.0.0.1:9", store=model.store, namespaces=model.namespaces)
+    middleware = [ModelFallbackMiddleware(model), KnowledgePackMiddleware(), call_once]
+    agent = create_agent(down, [reader(pages[:1])], middleware=middleware)
+    answer = agent.invoke({"messages": [HumanMessage("Read.")]})["messages"][-1]
+    assert answer.response_metadata["model_name"] == model.model_name
 
 
 @pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
