@@ -55,14 +55,15 @@ def lines(  # noqa: PLR0913
 def panels(
     folder: Path, name: str, label: str, of_panel: Mapping[str, Mapping[str, Sequence[float]]], note: str
 ) -> None:
-    """One panel beside another, each with lines over 1, 2, ... (`label`). `note` stands where the first line ends."""
+    """One panel beside another, each with lines over 1, 2, ... (`label`). `note` marks a first line that ends early."""
 
     def draw(figure: Figure) -> None:
         for axes, (title, series) in zip(figure.subplots(1, len(of_panel)), of_panel.items(), strict=True):
             for at, (line, values) in enumerate(series.items()):
                 axes.plot(range(1, len(values) + 1), values, color=f"C{at}", label=line)
-            ended = next(iter(series.values()))
-            axes.plot(len(ended), ended[-1], "x", color="C0", label=note)
+            first = next(iter(series.values()))
+            if len(first) < max(map(len, series.values())):
+                axes.plot(len(first), first[-1], "x", color="C0", label=note)
             axes.set(xlabel=label, ylabel=title, ylim=(0, None))
         figure.axes[0].legend(fontsize=8)
 

@@ -183,7 +183,7 @@ class ModelSettings(EngineSettings, _Options):  # type: ignore[misc]  # a table 
 
     def remembering(self) -> dict[str, Any]:
         """Return extra options for an agent's memory: keep computed KV, unless the model sets `keep`."""
-        if len(self.namespaces) > 1 and self.keep_in is None:
+        if len(self.namespaces) > 1 and self.keep_in is None and self.keep != "never":
             message = "A restart computes conversations anew. Say which namespace keeps them, `keep_in=...`, of: %s."
             warn_once(logger, message, ", ".join(self.namespaces))
         return {} if "keep" in self.model_fields_set and self.keep is not None else {"keep": "always"}

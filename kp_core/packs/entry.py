@@ -206,18 +206,20 @@ class EntryFile:
         starts, own = list(accumulate(self.sizes, initial=len(self.head))), threading.local()
 
         def read(index: int) -> None:
-            at, packed = starts[index], None
+            at, place = starts[index], places[index]
             if self.stored:
                 if not hasattr(own, "memory"):  # One of each thread: new memory takes longer than filling it.
                     own.memory = new_memory(max(self.stored)).data
-                packed = own.memory[: self.stored[index]]
-            for part in places[index] if packed is None else [packed]:
-                at += fill(file, memoryview(raw(part)) if packed is None else part, at)
+                parts = [own.memory[: self.stored[index]]]
+            else:
+                parts = [memoryview(raw(head)) for head in place]
+            for part in parts:
+                at += fill(file, part, at)
             if at < starts[index + 1]:
                 raise PackCorruptError(f"The file ends at byte {at}; expected {self.nbytes}.")
-            if packed is not None:
-                decode(packed, self.names[index], places[index])
-            self._checked(index, places[index])  # While it is in the processor's cache.
+            if self.stored:
+                decode(parts[0], self.names[index], place)
+            self._checked(index, place)  # While it is in the processor's cache.
 
         in_threads(read, range(len(places)), self.nbytes)
         return True

@@ -244,21 +244,21 @@ def test_a_tool_marks_the_head_that_is_kept(tmp_path):
     assert cost["computed_tokens"] < 60
 
 
-@pytest.mark.parametrize("keep_in", [None, "talk"])
-def test_of_several_namespaces_one_keeps_the_conversation(keep_in, tmp_path, caplog):
+@pytest.mark.parametrize("kept", [{}, {"keep": "never"}, {"keep_in": "talk"}])
+def test_of_several_namespaces_one_keeps_the_conversation(kept, tmp_path, caplog):
     warn_once.cache_clear()
     for question in ("Which lamp burns?", "Who counts?"):
         model = ChatKnowledgePacks(
-            engine=fresh_engine(), store=tmp_path, namespaces=["book", "talk"], keep_in=keep_in, max_tokens=3
+            engine=fresh_engine(), store=tmp_path, namespaces=["book", "talk"], max_tokens=3, **kept
         )
         steps = Steps(0)
         agent = create_agent(
             model, [], middleware=[KnowledgePackMiddleware(), steps], system_prompt="You keep the lamps of Veyl. " * 9
         )
         ask(agent, question)
-    assert (steps.usage[0]["reused_tokens"] > 100) == (keep_in is not None)
+    assert (steps.usage[0]["reused_tokens"] > 100) == ("keep_in" in kept)
     told = [message for message in caplog.messages if "`keep_in=...`" in message]
-    assert len(told) == (keep_in is None)
+    assert len(told) == (not kept)
 
 
 def test_a_checkpointer_keeps_packs_across_processes(model, pages, tmp_path):

@@ -125,14 +125,16 @@ def _branching(buffer: KVBuffer, counts: Sequence[int]) -> Callable[..., Tensor]
     tiles = range(start // TILE, (start + longest - 1) // TILE + 1)
     before, last = start % TILE, keys_to_read((start + longest - 1) % TILE + 1)
     _, kv_heads, _, dim = buffer.layers[0].keys.shape
-    # Attention reads what is masked, too, and it must be finite.
+    # Keys and values of each row, in one layer at a time. Attention reads what is masked, too, and it must be finite.
     copies = torch.zeros(2, len(counts), kv_heads, (len(tiles) - 1) * TILE + last, dim, dtype=buffer.shape.dtype)
 
     def padded(side: Tensor) -> Tensor:
+        """`(1, heads, all tokens, dim)` as `(rows, heads, longest, dim)`."""
         rows = [*side[0].transpose(0, 1).split_with_sizes(counts)]
         return nn.utils.rnn.pad_sequence(rows, batch_first=True).transpose(1, 2)
 
     def unpadded(side: Tensor, share: int) -> Tensor:
+        """The other way, where `share` heads of the query stand behind one another."""
         rows = side[:, :, : share * longest].reshape(*side.shape[:2], share, longest, *side.shape[3:])
         return torch.cat([row[:, :, :count] for row, count in zip(rows, counts, strict=True)], dim=2)[None]
 

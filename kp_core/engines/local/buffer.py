@@ -130,7 +130,7 @@ class BufferLayer:
         self.values.narrow(2, start, count).copy_(values)
 
     def touch(self) -> None:
-        """Write to the beginning of each head."""
+        """Write to each head: the system clears a large page at its first use, which takes longer than reading."""
         for side in self.memory:
             side[:, :, :1] = 0
 
@@ -412,9 +412,8 @@ class BufferPool:
         try:
             if buffer is None:
                 buffer = KVBuffer(self._shape, capacity, self.copy)
-                # The system clears a large page at its first use, which takes longer than all reading.
-                is_on_cpu = self._shape.device.type == "cpu"
-                in_threads(BufferLayer.touch, buffer.layers if held and is_on_cpu else [], buffer.nbytes)
+                if held and self._shape.device.type == "cpu":
+                    in_threads(BufferLayer.touch, buffer.layers, buffer.nbytes)
             buffer.load(held)
         except BaseException:
             self.free(size)

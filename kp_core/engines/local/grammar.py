@@ -70,7 +70,7 @@ class Grammars:
             from llguidance.hf import from_tokenizer
         form: dict[str, Any] = {"n_vocab": self._vocabulary, "eos_token": self._ends}
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        # It first copies the tokenizer, without these settings, which takes a quarter of its time.
+        # `from_tokenizer` copies the tokenizer to drop these settings, which takes a quarter of its time.
         if backend is None or backend.padding or backend.truncation:
             return from_tokenizer(self._tokenizer, **form)
         return LLTokenizer(backend.to_str(), **form)

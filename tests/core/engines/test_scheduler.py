@@ -49,9 +49,7 @@ LENGTHS = (2 * TILE + 9, TILE + 200, 40)
 )
 def test_rows_are_what_each_is_alone(architecture, shared):
     """Also where rows cross the edge of a tile at different steps."""
-    engine = tiny_engine(architecture, chunk_tokens=1024).engine
-    if "batch" in engine.lacks:
-        pytest.skip("one by one: its attention is the library's own")
+    engine = decoding_together(architecture)
     draw = random.Random(shared)
     prefix = [draw.randrange(256) for _ in range(shared)]
     owns = [[draw.randrange(256) for _ in range(count)] for count in (3, 90, 0, 17)]
@@ -77,6 +75,13 @@ def test_rows_are_what_each_is_alone(architecture, shared):
         assert all(same(engine, mine, theirs) for mine, theirs in sides)
 
 
+def decoding_together(architecture):
+    engine = tiny_engine(architecture, chunk_tokens=1024).engine
+    if "batch" in engine.lacks:
+        pytest.skip("one by one: its attention is the library's own")
+    return engine
+
+
 def same(engine, one, other):
     """The same bits where the model gives them, else the same but for rounding."""
     if "bitwise" in engine.model.lacks:
@@ -86,9 +91,7 @@ def same(engine, one, other):
 
 @architectures
 def test_questions_of_any_length_in_one_pass_are_what_each_is_alone(architecture):
-    engine = tiny_engine(architecture, chunk_tokens=1024).engine
-    if "batch" in engine.lacks:
-        pytest.skip("one by one: its attention is the library's own")
+    engine = decoding_together(architecture)
     draw = random.Random(5)
     prefix = [draw.randrange(256) for _ in range(40)]  # More than a window of any tiny model.
     pairs = [(prefix, [draw.randrange(256) for _ in range(own)]) for own in (0, 3, 30)]
@@ -106,9 +109,7 @@ def test_questions_of_any_length_in_one_pass_are_what_each_is_alone(architecture
 @architectures
 @pytest.mark.parametrize("start", [40, 250, 600])  # Rows in the first tile, beyond its end, behind whole tiles.
 def test_questions_behind_one_buffer_are_what_each_is_alone(architecture, start):
-    engine = tiny_engine(architecture, chunk_tokens=1024).engine
-    if "batch" in engine.lacks:
-        pytest.skip("one by one: its attention is the library's own")
+    engine = decoding_together(architecture)
     draw = random.Random(start)
     prefix = [draw.randrange(256) for _ in range(start)]
     shared = behind(engine, prefix, [])
