@@ -26,7 +26,7 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
     """Find the facts nearest to a question: score, text, and the handle where there is a pack."""
     with options.open(place, read_only=True) as collection:
         hits = collection.search(question, k, where=filter_of(where), namespace=namespace)
-        folder = options.folder(place, collection)
+        folder, count = options.folder(place, collection), len(collection)
     handles: list[Handle | None] = [None] * len(hits)
     if is_store(folder):
         from kp_core import PackStore
@@ -45,4 +45,4 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
             out.print(fact.text)
             parts = [str(handle or "no pack"), sourced(fact), f"id {fact.id}"]
             out.print(" · ".join(part for part in parts if part) + "\n", style="dim")
-    tell({"question": question, "hits": records}, f"Found {len(hits)} of {k}.", as_json=as_json)
+    tell({"question": question, "hits": records}, f"The nearest {len(hits)} of {count} facts.", as_json=as_json)

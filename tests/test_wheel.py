@@ -125,7 +125,7 @@ def run(python, code, folder):
         pytest.param("", *block("docs/index.md"), id="core"),
         pytest.param("langchain", *block("README.md"), id="langchain"),
         pytest.param("llamaindex", *block("docs/llamaindex.md"), id="llamaindex"),
-        pytest.param("cli", COMMANDS, "Found 1 of 1.", id="cli"),
+        pytest.param("cli", COMMANDS, "The nearest 1 of 1 facts.", id="cli"),
     ],
 )
 def test_the_wheel_runs_with_one_extra_alone(extra, code, output, wheel, tmp_path):

@@ -89,6 +89,8 @@ class ChromaFactStore(FactStore):
         self.where, self.read_only = str(path or type(client).__name__), read_only
         self._opened, self._centroids = dict[str, Any](), dict[str, Any]()
         self._process = os.getpid()
+        if client is None:
+            _library()  # Without it, no folder is made.
         if path is not None and not is_url(path):
             self.path = Path(path)
             self._lock = _prepared(self.path, read_only=read_only, wait=wait)
@@ -382,6 +384,12 @@ class ChromaFactStore(FactStore):
 _WRITING: dict[str, threading.RLock] = {}
 
 
+def _library() -> Any:  # noqa: ANN401 - the module
+    with needing("ChromaFactStore needs chromadb", "chroma"):
+        import chromadb.config
+    return chromadb
+
+
 def open_client(
     path: str | os.PathLike[str] | None,
     *,
@@ -391,10 +399,8 @@ def open_client(
     **server: Any,  # noqa: ANN401 - tenant, database
 ) -> Any:  # noqa: ANN401 - the library's own types are unions of unions
     """Open a client of a folder or a server; without `shared`, one that reads the folder's files anew."""
-    with needing("ChromaFactStore needs chromadb", "chroma"):
-        import chromadb
-        from chromadb.config import Settings
-    settings = Settings(anonymized_telemetry=False)
+    chromadb = _library()
+    settings = chromadb.config.Settings(anonymized_telemetry=False)
     if path is None or not is_url(path):
         _check_unlocked(Path(path or "."), writing=True)
         # Chroma identifies an open folder by the path it was given, even after the process changes its directory.

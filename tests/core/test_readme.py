@@ -110,7 +110,9 @@ def test_commands_print_what_is_shown(tmp_path):
     ran = subprocess.run(  # noqa: S603
         ["/bin/sh", "-ec", commands], cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, check=True
     )
-    shown, printed = (re.sub(r"kp:\S+|\d+\.\d+", "", text.strip()) for text in (output, ran.stdout.decode()))
+    shown, printed = (
+        re.sub(r"kp:\S+|\d+\.\d+| +$", "", text.strip(), flags=re.MULTILINE) for text in (output, ran.stdout.decode())
+    )
     assert printed == shown
 
 

@@ -265,6 +265,7 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch):
             patch.setitem(sys.modules, module, None)
             with pytest.raises(MissingDependencyError, match=rf"{words}: `pip install"):
                 build(ChromaFactStore(tmp_path / words, HashEmbedder()), facts_of(50))
+    assert not (tmp_path / "needs chromadb").exists()
 
 
 def test_verify_finds_what_others_damaged_and_repairs_it(tmp_path):
