@@ -19,7 +19,7 @@ from kp_cli.sources import read_facts
 from kp_core import Generation, PackStore, Session
 from kp_core.steering import preset
 
-_TOKENS = (1000, 2500)
+_TOKENS = (500, 2000)
 _PASSAGES, _LENGTH = 10, 130  # As a search finds them: how many, and tokens of each, about.
 _QUESTION = "What is the name of the highest peak on Thranmoor?"
 _STYLED = "What is the sun?"
