@@ -25,13 +25,6 @@ def _ttft(found: dict[str, Any], folder: Path) -> None:
     plots.lines(folder, "ttft", [row["tokens"] for row in rows], series, {}, labels)
 
 
-def _accumulation(found: dict[str, Any], folder: Path) -> None:
-    rows = found["rows"]
-    sent = {agent: [row["prompt_tokens"][agent] for row in rows] for agent in ("text", "pack")}
-    searches = [row["searches"] for row in rows]
-    plots.lines(folder, "accumulation", searches, sent, {}, ("searches of the agent", "tokens sent to the model", ""))
-
-
 def _agent(found: dict[str, Any], folder: Path) -> None:
     [conversation, *_] = found["conversations"]
     names = {"text": "text", "select": "packs, select:packs=1"}
@@ -64,7 +57,6 @@ def _concurrency(found: dict[str, Any], folder: Path) -> None:
 
 DRAWN: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "ttft": _ttft,
-    "accumulation": _accumulation,
     "agent": _agent,
     "size": _size,
     "concurrency": _concurrency,
