@@ -173,7 +173,7 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
             found = self._found(kept, left, request, model, for_found)
         if found:
             asked = max(at for at, message in enumerate(kept) if isinstance(message, HumanMessage))
-            kept[asked] = _beside(kept[asked], found, view)
+            kept[asked : asked + 1] = _beside(kept[asked : asked + 1], found, view)
         if left:
             kept.insert(sum(message.type == "system" for message in kept), _LEFT)
         return kept, found
@@ -192,20 +192,19 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
                 groups[-1].append(message)
             else:
                 groups.append([message])
-        sizes, asked = dict[int, int](), -1  # Of the groups that stay.
+        sizes, beside, asked = dict[int, int](), dict[int, list[Handle]](), -1  # Of the groups that stay.
         found, is_current, view = list[Handle](), False, model.reading()[1]
         for at, group in enumerate(groups):
             if isinstance(group[0], HumanMessage):
                 if found:
-                    groups[asked][0] = _beside(groups[asked][0], found, view)
-                    sizes[asked] = self._size(groups[asked], model)
+                    beside[asked], sizes[asked] = found, self._size(groups[asked], model, found)
                 asked, found, is_current = at, [], False
             elif self._facts is not None and asked >= 0 and _FOUND in group[0].additional_kwargs:
                 noted = group[0].additional_kwargs[_FOUND]
                 found, is_current = [handle for *_, handle in find_handles(str(noted))], True
-            beside = sizes.get(asked, 0)
-            limit = most if 2 * beside <= most else max(most, (room + beside) // 2)
-            groups[at] = self._shortened(group, model, limit - beside)
+            newest = sizes.get(asked, 0)
+            limit = most if 2 * newest <= most else max(most, (room + newest) // 2)
+            groups[at] = self._shortened(group, model, limit - newest)
             sizes[at] = self._size(groups[at], model)
             is_current = is_current and groups[at] is group
             if sum(sizes.values()) > limit:
@@ -216,7 +215,7 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
                         break
                     del sizes[oldest]
                     is_current = False
-        kept = [message for at in sizes for message in groups[at]]
+        kept = [message for at in sizes for message in _beside(groups[at], beside.get(at, ()), view)]
         left = [message for at, group in enumerate(groups) if at not in sizes for message in group]
         return kept, left, found if is_current else None
 
@@ -233,13 +232,16 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
             for message in group
         ]
 
-    def _size(self, messages: Sequence[AnyMessage], model: ChatKnowledgePacks) -> int:
-        """The tokens of `messages` in a conversation. All packs count: what a composer leaves out is known too late."""
+    def _size(self, messages: Sequence[AnyMessage], model: ChatKnowledgePacks, found: Sequence[Handle] = ()) -> int:
+        """The tokens of `messages` in a conversation, with `found` before the first.
+
+        All packs count: what a composer leaves out is known too late.
+        """
         said = [(message.type, message.text, repr(getattr(message, "tool_calls", ""))) for message in messages]
-        key = hash((model.model_name, *model.namespaces, *said))
+        key = hash((model.model_name, *model.namespaces, *said, *found))
         if key not in self._sizes:
-            count = model.get_num_tokens_from_messages
-            _note(self._sizes, key, count([_START, *messages]) - count([_START]))
+            read, count = _beside(messages, found, model.reading()[1]), model.get_num_tokens_from_messages
+            _note(self._sizes, key, count([_START, *read]) - count([_START]))
         return self._sizes[key]
 
     def _found(
@@ -343,13 +345,16 @@ def _packs_in(message: AnyMessage, view: PackView) -> list[Handle]:
     return [Handle.parse(part.handle) for part in parts if isinstance(part, PackRef)]
 
 
-def _beside(message: AnyMessage, handles: Sequence[Handle], view: PackView | None) -> AnyMessage:
-    """`message` with packs before it, as texts if those of users are not trusted; without those that are lost."""
+def _beside(messages: Sequence[AnyMessage], handles: Sequence[Handle], view: PackView | None) -> Sequence[AnyMessage]:
+    """`messages`, with packs that are not lost before the first, as texts if those of users are not trusted."""
     texts = {handle: with_texts(ToolMessage(str(handle), tool_call_id=""), view).text for handle in handles}
-    is_trusted, content = view is not None and "user" in view.trusted_roles, message.content
+    is_trusted = view is not None and "user" in view.trusted_roles
     block = "".join(f"{handle if is_trusted else text}\n\n" for handle, text in texts.items() if text)
+    if not block:
+        return messages
+    content = messages[0].content
     content = block + content if isinstance(content, str) else [{"type": "text", "text": block}, *content]
-    return message.model_copy(update={"content": content}) if block else message
+    return [messages[0].model_copy(update={"content": content}), *messages[1:]]
 
 
 def _refusal(request: ToolCallRequest) -> ToolMessage | None:
