@@ -243,13 +243,13 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
         pickle.dumps(self.delivery)
         return super().__getstate__()
 
-    def discard(self, ref_doc_id: str) -> None:
-        """Remove the packs of a document's nodes; none that waits to be compiled is written.
+    def discard(self, ref_doc_id: str) -> list[str]:
+        """Remove the packs of a document's nodes and return their handles; none that waits to be compiled is written.
 
         Call it when the document is deleted: `index.delete_ref_doc(id)`, then `postprocessor.discard(id)`. A node of no
         document is its own, by its id.
         """
-        self.delivery.discard(ref_doc_id)
+        return list(map(str, self.delivery.discard(ref_doc_id)))
 
     def compile(self, nodes: Iterable[BaseNode], *, progress: bool = True) -> list[str]:
         """Compile the packs of `nodes` that have none, before anybody asks; returns the handles of all."""

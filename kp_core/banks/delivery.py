@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from kp_core.banks import Added, Fact, FactStore, Filter, Hit
 from kp_core.banks.base import content_id
 from kp_core.banks.compiling import Unit, compile_facts, find_compiled
-from kp_core.errors import FactError, ModelError, PackError, PackNotFoundError, gone
+from kp_core.errors import FactError, ModelError, OptionError, PackError, PackNotFoundError, gone
 from kp_core.events import log_event
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle, check_namespace, inert
@@ -197,10 +197,12 @@ class Delivery:
         log_event(logger, "packs synchronised", packs=len(packs), removed=len(stale))
         return stale
 
-    def discard(self, source: str) -> None:
-        """Delete the packs of this source; none that waits to be compiled, or is being compiled, is written."""
+    def discard(self, source: str) -> list[Handle]:
+        """Delete the packs of this source and return their handles; none that waits to be compiled is written."""
         self.cancel()
-        self.forget(*(handle for handle, pack in self.compiled().items() if pack.provenance.get("source") == source))
+        handles = [handle for handle, pack in self.compiled().items() if pack.provenance.get("source") == source]
+        self.forget(*handles)
+        return handles
 
     def gc(self) -> list[Handle]:
         """Delete the packs that `orphans` returns."""
@@ -225,6 +227,8 @@ class Delivery:
         """
         namespace = self.namespace if namespace is None else check_namespace(namespace)
         threshold = -math.inf if score_threshold is None else score_threshold
+        if not isinstance(threshold, int | float) or math.isnan(threshold):
+            raise OptionError(f"Got score_threshold={threshold!r}; expected a number.")
         count = k if self.unit == "fact" else _GROWTH * k
         while True:
             by_unit: dict[object, Hit] = {}

@@ -44,7 +44,9 @@ class Handle:
     @classmethod
     def parse(cls, text: str | Handle) -> Handle:
         """Parse a handle, or return one as it is; raises `PromptError` if `text` is anything else."""
-        match = _PATTERN.fullmatch(str(text)) if isinstance(text, str | Handle) else None
+        if isinstance(text, Handle):
+            return text
+        match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise PromptError(f"Got {text!r}; expected a handle of the form 'kp:<namespace>/<21 characters>'.")
         return cls(match[1], match[2])

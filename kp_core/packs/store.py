@@ -257,11 +257,12 @@ class PackStore(Packs):
         known[at : at + 1] = [pack]
         return encode_text([replace(each, provenance=pack.provenance, kv=None) for each in known])
 
-    def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack | None:
+    def peek(self, handle: Handle | str, key: PackKey | None = None) -> KnowledgePack | None:
         """Return the pack without its KV, with `stored_bytes`; `None` if there is none. Raises as `get`.
 
         Returns the pack as compiled for `key`, else for its model, else as it was compiled first.
         """
+        handle = Handle.parse(handle)
         packs = self.compiled(handle)
         if not packs:
             return None
@@ -284,11 +285,12 @@ class PackStore(Packs):
         stat = self._stat(self._entry(handle, pack))
         return pack if stat is None else replace(pack, stored_bytes=stat.size)
 
-    def get(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:
+    def get(self, handle: Handle | str, key: PackKey | None = None) -> KnowledgePack:
         """Return the pack that `peek` returns, with its KV (on the CPU) if that is stored and intact.
 
         Raises `PackNotFoundError` if there is none, `PackCorruptError` if its text is damaged.
         """
+        handle = Handle.parse(handle)
         pack = self.peek(handle, key)
         if pack is None:
             raise PackNotFoundError(f"{self.blobs} has no pack {handle}. Build it and `put` it, or check the path.")
@@ -345,8 +347,9 @@ class PackStore(Packs):
         listed = self._listed(f"packs/{check_namespace(namespace)}/").items()
         return {handle: stat.version for key, stat in listed if key.endswith(".txt") and (handle := _handle_of(key))}
 
-    def remove(self, handle: Handle) -> None:
+    def remove(self, handle: Handle | str) -> None:
         """Delete the pack, its text and every entry that it owns; raises `PackNotFoundError` if there is none."""
+        handle = Handle.parse(handle)
         # The text in between: who is killed leaves no entry without it, and who writes one meanwhile looks for it.
         self._drop(str(handle))
         deleted = [self.blobs.delete(key) for key in (*self._beside(handle), _text_key(handle))]

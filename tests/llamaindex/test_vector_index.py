@@ -107,7 +107,8 @@ def test_of_a_deleted_document_neither_text_nor_kv_stays(existing, store, forget
     assert kv in on_disk(store)
     existing.delete_ref_doc("vault", delete_from_docstore=True)
     left = {**existing.docstore.docs} or {node.node_id: node for node in existing.vector_store.get_nodes(None)}
-    packs.discard("vault") if forget == "discard" else packs.sync(left.values())
+    removed = packs.discard("vault") if forget == "discard" else packs.sync(left.values())
+    assert str(handle) in removed
     assert store.peek(handle) is None
     assert VAULT.encode() not in on_disk(store)
     assert kv not in on_disk(store)
