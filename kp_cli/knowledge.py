@@ -158,6 +158,8 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
     report = {"handle": str(new_handle), "was": str(old_handle), "tokens": len(pack.token_ids), "errata": errata}
     report |= {"text": pack.text, "how": pack.history[-1].how}
     message = "\n".join(errata) or f"It says now: {pack.text}"
+    if is_store(place) and is_collection(str(Path(place).parent)):
+        message += f"\nThe facts of {Path(place).parent} stay as they are; `kp edit {Path(place).parent} ID` edits one."
     tell(report, f"{new_handle} in place of {old_handle}: {len(pack.token_ids)} tokens.\n{message}", as_json=as_json)
 
 
@@ -217,7 +219,7 @@ def remove(  # noqa: PLR0913 - one parameter per option
                 "last thousand changes."
             )
         if source and not matching:
-            message += " A source is written as `kp search` shows it."
+            raise FactError(f"Got the source {source!r}; no such fact has it. Write it as `kp search` shows it.")
         tell({**report, "facts": len(collection)}, message, as_json=as_json)
 
 

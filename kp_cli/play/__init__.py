@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import threading
 from pathlib import Path
@@ -33,24 +34,26 @@ def play(
 ) -> None:
     """Try it in a browser: ask, and see answers from packs and from text side by side.
 
-    Only this machine can open the page, and it sends nothing anywhere. Ctrl-C closes it and deletes its documents.
+    Only this machine can open the page, and it sends nothing anywhere. Ctrl-C or SIGTERM closes it and deletes its
+    documents.
     """
     out = console()
     roots = [existing(path) for path in files or ()]
     paths = [path for root in roots for path in ([root] if root.is_file() else sorted(root.rglob("*")))]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="kp-play-") as folder:
         # Uploads are deleted with this folder.
         os.environ["GRADIO_TEMP_DIR"] = str(Path(folder) / "uploads")
         with waiting("Loading libraries"), needing("kp play needs gradio", "play"):
             from kp_cli.play.page import serve
-            from kp_cli.play.world import SAMPLE, World
+            from kp_cli.play.world import QUESTIONS, SAMPLE, World
             from kp_core.banks.embed import SentenceTransformerEmbedder
         session = model.load()
         world = World(session, SentenceTransformerEmbedder(), Path(folder), model.address)
         with bar_of("Compiling", None, "pack") as bar:
             for _ in world.add([path for path in paths if path.is_file()] if files else SAMPLE):
                 bar.update()
-        page = serve(world, port)
+        page = serve(world, port, () if files else QUESTIONS)
         try:
             out.print(f"The playground of {session.name} is at {page.local_url} (Ctrl-C closes it).", soft_wrap=True)
             threading.Event().wait()

@@ -7,7 +7,7 @@ wrote stands only in elements that show plain text.
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from html import escape
 from itertools import chain
@@ -34,7 +34,6 @@ _FONTS = ["system-ui", "-apple-system", "Segoe UI", "Helvetica Neue", "sans-seri
 _MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"]
 # White text on the theme's own teal has too little contrast.
 _BUTTONS = {f"button_primary_background_fill{way}": "#0b6b68" for way in ("", "_dark", "_hover", "_hover_dark")}
-_QUESTIONS = ("Who is the harbour master?", "Who is the miller?", "Where is the kelp mill?")
 _FIRST, _LAST = 90, 30  # Numbers of first and last tokens shown of a long region.
 _SOURCES = {
     "tree": ("in memory", "#1d8a4e"),
@@ -63,11 +62,11 @@ def _own_requests(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitabl
     return serve_own
 
 
-def serve(world: World, port: int | None = None) -> gr.Blocks:
-    """Open the page on this machine. Raises `ModelError` for a port that is in use."""
+def serve(world: World, port: int | None = None, questions: Sequence[str] = ()) -> gr.Blocks:
+    """Open the page on this machine, with examples of questions. Raises `ModelError` for a port that is in use."""
     # Warm up: the first answer of a process is slow, and the first question's packs would pay for it.
     world.session.generate("Hello", max_tokens=1, reuse=False)
-    page = make_page(world)
+    page = make_page(world, questions)
     # Gradio checks whether its server answers; this must not go through a proxy.
     os.environ["no_proxy"] = f"{os.environ.get('no_proxy') or os.environ.get('NO_PROXY', '')},{_HOST}".strip(",")
     try:
@@ -93,7 +92,7 @@ def serve(world: World, port: int | None = None) -> gr.Blocks:
     return page
 
 
-def make_page(world: World) -> gr.Blocks:
+def make_page(world: World, questions: Sequence[str] = ()) -> gr.Blocks:
     """The page over `world`, which all visitors share."""
     page: gr.Blocks
     location = f"answered by {world.address}" if world.address else "runs on this machine, talks to no other"
@@ -104,7 +103,7 @@ def make_page(world: World) -> gr.Blocks:
             with gr.Column(scale=1, min_width=300):
                 documents = _documents(world)
             with gr.Column(scale=3, min_width=300):
-                _asking(world)
+                _asking(world, questions)
         page.load(lambda: _rows(world), None, documents)
     return page
 
@@ -134,12 +133,13 @@ def _documents(world: World) -> gr.Dataframe:
     return listing
 
 
-def _asking(world: World) -> None:
+def _asking(world: World, questions: Sequence[str]) -> None:
     with gr.Row(equal_height=True):
-        question = gr.Textbox(_QUESTIONS[0], label="Question", max_length=4000, scale=6, min_width=260)
+        question = gr.Textbox(*questions[:1], label="Question", max_length=4000, scale=6, min_width=260)
         ask_button = gr.Button("Ask", variant="primary", min_width=90)
         stop = gr.Button("Stop", min_width=90)
-    gr.Examples([[example] for example in _QUESTIONS], question, label="Questions about the sample")
+    if questions:
+        gr.Examples([[example] for example in questions], question, label="Questions about the sample")
     with gr.Accordion("How it is sent", open=False):
         k = gr.Slider(1, 4, value=1, step=1, label="Documents sent")
         composers = [
@@ -202,6 +202,8 @@ def _cost(generation: Generation) -> str:
 
 
 def _verdict(packs: Generation, text: Generation) -> str:
+    if not packs.usage.computed_tokens:
+        return "All of this prompt was in memory, since it was asked before. Ask something else to compare."
     ratio = text.usage.ttft_s / max(packs.usage.ttft_s, 1e-9)
     pace = f"**{ratio:.1f} times** sooner" if ratio >= 1 else f"{1 / ratio:.1f} times later"
     if packs.prompt.token_ids == text.prompt.token_ids:

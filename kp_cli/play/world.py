@@ -19,6 +19,8 @@ Way: TypeAlias = Literal["packs", "text"]
 
 SAMPLE = sorted(Path(__file__).with_name("sample").glob("*.md"))
 """Documents about an invented island, which no model knows."""
+QUESTIONS = ("Who is the harbour master?", "Who is the miller?", "Where is the kelp mill?")
+"""Questions about them."""
 MOST_CHARACTERS = 200_000
 """Most characters at once. More would take a small machine minutes to compute."""
 

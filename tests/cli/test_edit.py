@@ -26,6 +26,7 @@ def test_a_fact_is_corrected_and_found_so(kp: Kp, bank: Path, tmp_path: Path) ->
     assert code == 0
     assert "The mill of Harrow has nine sails." in out
     assert about["was"] in out
+    assert "The facts of bank stay as they are; `kp edit bank ID` edits one." in out
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,9 @@ def test_what_is_removed_goes_with_its_packs(kp: Kp, bank: Path) -> None:
     assert (said["removed"], said["packs"], said["facts"]) == (["bird", "bread"], 2, 1)
     assert b"heron" not in on_disk(bank / "packs")
     assert b"four sails" in on_disk(bank / "packs")
-    assert as_json(kp("remove", "bank", "--source", "other", "--json"))["removed"] == []
-    _, out, _ = kp("remove", "bank", "--source", "other")
-    assert "A source is written as `kp search` shows it." in " ".join(out.split())
+    code, _, err = kp("remove", "bank", "--source", "other")
+    assert code == 1
+    assert "Got the source 'other'; no such fact has it. Write it as `kp search` shows it." in " ".join(err.split())
 
 
 def test_packs_of_an_old_text_go_with_it(kp: Kp, bank: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kp_cli.play.world import SAMPLE, World
+from kp_cli.play.world import QUESTIONS, SAMPLE, World
 from kp_core.banks.embed import SentenceTransformerEmbedder
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"
@@ -36,7 +36,7 @@ def site(played, tmp_path_factory) -> Iterator[str]:
     os.environ["GRADIO_TEMP_DIR"] = str(tmp_path_factory.mktemp("uploads"))
     from kp_cli.play.page import serve
 
-    page = serve(played)
+    page = serve(played, questions=QUESTIONS)
     yield page.local_url
     page.close(verbose=False)
 
