@@ -289,12 +289,14 @@ def miss_of(plan: Plan, found: int, template: ChatTemplate, tools: Iterable[Tool
 
     The prefix tree has the first `found` tokens. The sentence quotes the prompt itself, and nothing of others.
     """
-    at = next((start for start, _, source, _ in plan.sources(found) if source in COMPUTED), None)
+    sources = list(plan.sources(found))
+    at = next((start for start, _, source, _ in sources if source in COMPUTED), None)
     if at is None:
         return ""
     if at == 0:
+        behind = sum(stop - start for start, stop, source, _ in sources if source not in COMPUTED)
         why = "no beginning of the prompt is in memory or stored" if plan.reuse else "the request says reuse=False"
-        return f"Computed from the first token on: {why}."
+        return f"Computed from the first token on: {why}{f'; {behind:,} tokens further on are' * bool(behind)}."
     prompt, tokenizer = plan.prompt, template.tokenizer
     quoted = tokenizer.decode(prompt.token_ids[at : at + _QUOTED])
     number = bisect_right(prompt.breaks, at)
@@ -304,6 +306,8 @@ def miss_of(plan: Plan, found: int, template: ChatTemplate, tools: Iterable[Tool
     named = {tool.name: before.rfind(json.dumps(tool.name)) for tool in tools}
     if span := next((span for span in prompt.spans if span.start <= at < span.stop), None):
         where = f"the pack {span.handle}"
+        if (prefix := span.pack.prefix) and prefix != prompt.token_ids[: span.start]:
+            where += ", which is compiled behind another beginning"
     elif number > len(prompt.roles):
         where = "what the template puts before the answer"
     elif number:

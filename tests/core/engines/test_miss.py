@@ -79,6 +79,13 @@ def test_a_pack_that_is_computed_is_named(thin, ask, tmp_path):
     behind = ask(f"{compiled}\n\nWho?", view=view)
     assert "Orla" not in behind
     assert behind.endswith("in a message of the role 'user': what is in memory or stored ends there, or differs.")
+    ask([*talk()[:1], {"role": "user", "content": "Hi"}], view=view)
+    elsewhere = ask([*talk()[:1], {"role": "user", "content": f"{compiled}\n\nWho?"}], view=view)
+    assert f"in the pack {compiled}, which is compiled behind another beginning: " in elsewhere
+    thin.clear_cache()
+    first = ask(f"{compiled}\n\nWho?", view=view)
+    assert first.startswith("Computed from the first token on: no beginning of the prompt is in memory or stored; ")
+    assert first.endswith(" tokens further on are.")
 
 
 def test_words_of_a_prompt_are_in_no_event_and_no_log(thin, caplog):
