@@ -14,7 +14,7 @@ from langchain_core.runnables import RunnableConfig
 from kp_core import Decisions, Question
 from kp_core.errors import MissingDependencyError, PromptError
 from kp_core.packs.handle import inert
-from kp_core.prompt.conversation import GAP, Message, map_strings
+from kp_core.prompt.conversation import GAP, Message, map_strings, texts_of
 from kp_core.settings import ModelSettings
 from kp_langchain.messages import PROVIDER, overflows, to_messages, usage_metadata
 
@@ -72,7 +72,8 @@ class KnowledgePackDecisions(ModelSettings, BaseDecisionModel):  # type: ignore[
         else:
             messages = [{"role": "user", "content": _text(state, self.trusted_roles)}]
         if self.system and messages[0]["role"] == "system":
-            return [{"role": "system", "content": GAP.join([self.system, messages[0]["content"]])}, *messages[1:]]
+            said = [f"{self.system}{GAP}", *texts_of(messages[0])]
+            return [{"role": "system", "content": said}, *messages[1:]]
         return [{"role": "system", "content": self.system}, *messages] if self.system else messages
 
     def _response(self, questions: Mapping[str, Any], decided: Decisions) -> ClassifierResponse:

@@ -13,16 +13,17 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 
-from kp_core import Delta, Generation, TokenLogprob, Usage, errors
+from kp_core import Delta, Generation, Handle, TokenLogprob, Usage, errors
 from kp_core.errors import PromptError
-from kp_core.packs.handle import inert, strip_handles
+from kp_core.packs.handle import find_handles, inert, strip_handles
 from kp_core.packs.view import PackRef, PackView
-from kp_core.prompt.conversation import Message, is_marked, slotted, text_of, tool_call
+from kp_core.prompt.conversation import GAP, Message, is_marked, slotted, texts_of, tool_call
 from kp_core.settings import core_role
 
 PROVIDER = "knowledge_packs"
 _SENT = "knowledge_packs_sent"
-"""Key in the additional arguments of a message: its content with handles, and the content that has texts instead."""
+"""Key in the additional arguments of a message: its content with handles, the content that has texts instead, and the
+handles of the packs before it. A tuple, which no JSON brings."""
 AnyOf = TypeVar("AnyOf", bound=BaseMessage)
 
 
@@ -52,26 +53,38 @@ def to_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
         role = core_role(kind)
         if role not in ("system", "user", "assistant", "tool"):
             raise PromptError(f"Got a {type(message).__name__} ({role}); expected a system, human, AI or tool message.")
-        sent = {"role": role, "content": _sent(message)}
+        content, before = _sent(message)
+        sent = {"role": role, "content": content}
         calls = message.tool_calls if isinstance(message, AIMessage) else ()
         more = {
             "cache_control": is_marked(sent),
             "tool_calls": [tool_call(call["name"], call["args"], call.get("id")) for call in calls],
             "tool_call_id": message.tool_call_id if isinstance(message, ToolMessage) else None,
             "name": message.name,
+            "before": before,
         }
-        converted.append({**sent, "content": text_of(sent), **{name: value for name, value in more.items() if value}})
+        texts = texts_of(sent)
+        # A handle ends where its block does.
+        read = texts if len(texts) > 1 and any(map(find_handles, texts)) else "".join(texts)
+        converted.append({**sent, "content": read, **{name: value for name, value in more.items() if value}})
     return converted
 
 
-def with_texts(message: AnyOf, view: PackView | None) -> AnyOf:
+def texts_in(message: BaseMessage) -> list[str]:
+    """The texts of a message's blocks."""
+    blocks = [message.content] if isinstance(message.content, str) else message.content
+    texts = (block.get("text") if isinstance(block, dict) else block for block in blocks)
+    return [text for text in texts if isinstance(text, str)]
+
+
+def with_texts(message: AnyOf, view: PackView | None, before: Sequence[Handle] = ()) -> AnyOf:
     """`message` as another model reads it: texts that `view` may read in place of handles, and no other handles.
 
-    `to_messages` sends the handles all the same, unless somebody else changed the message meanwhile.
+    The packs of `before`, which a tool found, stand in front of it. `to_messages` sends the handles all the same,
+    unless somebody else changed the message meanwhile.
     """
-    role = core_role(message.type)
 
-    def read(text: str) -> str:
+    def read(text: str, role: str = core_role(message.type)) -> str:
         parts = (text,) if view is None else view.split(text, role)
         return "".join(inert(part.text) if isinstance(part, PackRef) else strip_handles(part) for part in parts)
 
@@ -81,16 +94,21 @@ def with_texts(message: AnyOf, view: PackView | None) -> AnyOf:
 
     sent = message.content
     content = read(sent) if isinstance(sent, str) else [read_block(block) for block in sent]
+    found = {str(handle): text for handle in before if (text := read(str(handle), "tool"))}
+    if block := "".join(f"{text}{GAP}" for text in found.values()):
+        content = block + content if isinstance(content, str) else [{"type": "text", "text": block}, *content]
     if content == sent:
         return message
-    kept = {**message.additional_kwargs, _SENT: (sent, content)}
+    kept = {**message.additional_kwargs, _SENT: (sent, content, tuple(found))}
     return message.model_copy(update={"content": content, "additional_kwargs": kept})
 
 
-def _sent(message: BaseMessage) -> Any:
-    """The content with handles that `with_texts` replaced, if it is as `with_texts` left it."""
+def _sent(message: BaseMessage) -> tuple[Any, list[Handle]]:
+    """The content with the handles that `with_texts` replaced, and those before it, if `with_texts` left it so."""
     kept = message.additional_kwargs.get(_SENT)
-    return kept[0] if isinstance(kept, tuple) and kept[1] == message.content else message.content
+    if not isinstance(kept, tuple) or kept[1] != message.content:
+        return message.content, []
+    return kept[0], list(map(Handle.parse, kept[2]))
 
 
 def pack_place(prompt: ChatPromptTemplate, variable: str = "context") -> list[Message]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NotRequired, cast
 
@@ -16,6 +16,7 @@ from langchain_core.messages import (
     ToolMessage,
     get_buffer_string,
 )
+from langchain_core.runnables import RunnableBinding
 from langgraph.runtime import Runtime
 from langgraph.types import Command
 
@@ -27,7 +28,7 @@ from kp_core.packs.store import open_packs
 from kp_core.packs.view import PackRef, Packs, PackView
 from kp_core.settings import core_role
 from kp_langchain.chat_model import ChatKnowledgePacks
-from kp_langchain.messages import with_texts
+from kp_langchain.messages import texts_in, with_texts
 from kp_methods.recall import recalled, remember
 
 _START = HumanMessage("?")
@@ -44,7 +45,8 @@ _REMEMBERED = 65_536  # Sizes of messages, and results that have left.
 
 
 def _union(known: list[str], new: list[str]) -> list[str]:
-    return list(dict.fromkeys(name for name in (*known, *new) if isinstance(name, str)))  # Anybody may write a state.
+    lists = [names for names in (known, new) if isinstance(names, list)]  # Anybody may write a state.
+    return list(dict.fromkeys(name for names in lists for name in names if isinstance(name, str)))
 
 
 class PackState(AgentState[Any]):
@@ -103,7 +105,9 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
 
     def before_model(self, state: PackState, runtime: Runtime[Any]) -> dict[str, Any] | None:
         """Add the handles in tool messages to the state."""
-        texts = [message.text for message in state["messages"] if isinstance(message, ToolMessage)]
+        texts = [
+            text for message in state["messages"] if isinstance(message, ToolMessage) for text in texts_in(message)
+        ]
         handles = dict.fromkeys(str(handle) for text in texts for *_, handle in find_handles(text))
         new_handles = [handle for handle in handles if handle not in (state.get("packs") or ())]
         return {"packs": new_handles} if new_handles else None
@@ -124,7 +128,7 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
 
     def _noted(self, response: ModelResponse[Any], found: Sequence[Handle]) -> ModelResponse[Any]:
         """The response whose message notes what was found, so that it stays where it stood."""
-        if self._facts is None:
+        if self._facts is None or not response.result:
             return response
         first, *others = response.result
         noted = {**first.additional_kwargs, _FOUND: [*map(str, found)]}
@@ -132,11 +136,13 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
 
     def _prepared(self, request: ModelRequest[Any]) -> tuple[ModelRequest[Any], list[Handle]]:
         """The request with the messages that stay, which any model can read, and what was found for the newest one."""
-        is_ours = isinstance(request.model, ChatKnowledgePacks)
-        model = cast("ChatKnowledgePacks", request.model) if is_ours else self._model
+        bound: Any = request.model
+        asked: Any = bound.bound if isinstance(bound, RunnableBinding) else bound
+        is_ours = isinstance(asked, ChatKnowledgePacks)
+        model: ChatKnowledgePacks | None = asked if is_ours else self._model
         system = [request.system_message] if request.system_message else []
         if model is None:
-            if any(find_handles(message.text) for message in (*system, *request.messages)):
+            if any(find_handles(text) for message in (*system, *request.messages) for text in texts_in(message)):
                 raise OptionError(
                     f"Got handles for a {type(request.model).__name__}, which cannot read them. Say of which "
                     "ChatKnowledgePacks they are: `KnowledgePackMiddleware(model=...)`; or put this middleware in "
@@ -145,9 +151,11 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
             return request, []
         view = model._view()  # noqa: SLF001 - one of ours
         messages, found = self._bounded(request, model)
+        if is_ours:  # A copy, because a middleware behind may give `model_settings` to another model.
+            ours = model.model_copy(update=model.remembering())
+            bound = ours if bound is asked else bound.model_copy(update={"bound": ours})
         request = request.override(
-            # A copy, because a middleware behind may give `model_settings` to another model.
-            model=model.model_copy(update=model.remembering()) if is_ours else request.model,
+            model=bound,
             system_message=with_texts(system[0], view) if system else None,
             messages=[with_texts(message, view) for message in messages],
         )
@@ -159,9 +167,12 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
             return request.messages, []
         settings = request.model_settings
         session, view = model.reading()
-        packs = [pack for pack in (*(model.packs or ()), *settings.get("packs", ())) if isinstance(pack, str)]
+        packs = [
+            str(pack) for pack in (*(model.packs or ()), *(settings.get("packs") or ())) if find_handles(str(pack))
+        ]
         system = [*map(SystemMessage, packs), *([request.system_message] if request.system_message else [])]
-        head = model.get_num_tokens_from_messages([*system, _START], request.tools)
+        tools = [*request.tools, *_schemas(request.response_format)]
+        head = model.get_num_tokens_from_messages([*system, _START], tools)
         answer = settings.get("max_tokens") or model.max_tokens or min(_MOST_TOKENS, session.max_positions // 2)
         room = max(0, session.max_positions - head - answer)
         is_share = isinstance(self._most, float)
@@ -175,7 +186,7 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
             asked = max(at for at, message in enumerate(kept) if isinstance(message, HumanMessage))
             kept[asked : asked + 1] = _beside(kept[asked : asked + 1], found, view)
         if left:
-            kept.insert(sum(message.type == "system" for message in kept), _LEFT)
+            kept.insert(next((at for at, message in enumerate(kept) if message.type != "system"), len(kept)), _LEFT)
         return kept, found
 
     def _split(
@@ -192,6 +203,7 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
                 groups[-1].append(message)
             else:
                 groups.append([message])
+        whole = [*groups]
         sizes, beside, asked = dict[int, int](), dict[int, list[Handle]](), -1  # Of the groups that stay.
         found, is_current, view = list[Handle](), False, model.reading()[1]
         for at, group in enumerate(groups):
@@ -216,7 +228,7 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
                     del sizes[oldest]
                     is_current = False
         kept = [message for at in sizes for message in _beside(groups[at], beside.get(at, ()), view)]
-        left = [message for at, group in enumerate(groups) if at not in sizes for message in group]
+        left = [message for at, group in enumerate(whole) if at not in sizes for message in group]
         return kept, left, found if is_current else None
 
     def _shortened(self, group: list[AnyMessage], model: ChatKnowledgePacks, room: int) -> list[AnyMessage]:
@@ -240,7 +252,8 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
         said = [(message.type, message.text, repr(getattr(message, "tool_calls", ""))) for message in messages]
         key = hash((model.model_name, *model.namespaces, *said, *found))
         if key not in self._sizes:
-            read, count = _beside(messages, found, model.reading()[1]), model.get_num_tokens_from_messages
+            read = map(_text_alone, _beside(messages, found, model.reading()[1]))
+            count = model.get_num_tokens_from_messages
             _note(self._sizes, key, count([_START, *read]) - count([_START]))
         return self._sizes[key]
 
@@ -266,10 +279,10 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
         named = [name for name in state.get("packs") or () if isinstance(name, str)]
         gone = dict.fromkeys(handle for name in named for *_, handle in find_handles(name))
         for message in left:
-            key, text = hash((namespace, message.text)), strip_handles(message.text).strip()
-            if isinstance(message, ToolMessage) and key not in self._packs:
+            key, texts = hash((namespace, message.text)), texts_in(message)
+            if isinstance(message, ToolMessage) and message.status != "error" and key not in self._packs:
                 found = _packs_in(message, view)
-                texts = [text] if text and not found else []
+                texts = [text] if (text := "".join(map(strip_handles, texts)).strip()) and not found else []
                 _note(self._packs, key, found or remember(texts, facts, session, view.source, namespace))
             gone |= dict.fromkeys(self._packs.get(key, ()))
         here = {handle for message in kept for handle in _packs_in(message, view)}
@@ -341,20 +354,29 @@ def _note(known: dict[int, Any], key: int, value: object) -> None:
 
 def _packs_in(message: AnyMessage, view: PackView) -> list[Handle]:
     """The packs that a message brings, by their handles or texts."""
-    parts = view.split(message.text, core_role(message.type))
+    parts = (part for text in texts_in(message) for part in view.split(text, core_role(message.type)))
     return [Handle.parse(part.handle) for part in parts if isinstance(part, PackRef)]
 
 
+def _text_alone(message: AnyMessage) -> AnyMessage:
+    """`message` without images and the like, which another model may read."""
+    if isinstance(message.content, str):
+        return message
+    blocks = [block for block in message.content if isinstance(block, str) or block.get("type") == "text"]
+    return message.model_copy(update={"content": blocks})
+
+
+def _schemas(response_format: Any) -> Iterator[dict[str, Any]]:
+    """The schemas of structured output, as the tools that they are, or nearly."""
+    specs = getattr(response_format, "schema_specs", None) or [getattr(response_format, "schema_spec", None)]
+    for spec in filter(None, specs):
+        function = {"name": spec.name, "description": spec.description, "parameters": spec.json_schema}
+        yield {"type": "function", "function": function}
+
+
 def _beside(messages: Sequence[AnyMessage], handles: Sequence[Handle], view: PackView | None) -> Sequence[AnyMessage]:
-    """`messages`, with packs that are not lost before the first, as texts if those of users are not trusted."""
-    texts = {handle: with_texts(ToolMessage(str(handle), tool_call_id=""), view).text for handle in handles}
-    is_trusted = view is not None and "user" in view.trusted_roles
-    block = "".join(f"{handle if is_trusted else text}\n\n" for handle, text in texts.items() if text)
-    if not block:
-        return messages
-    content = messages[0].content
-    content = block + content if isinstance(content, str) else [{"type": "text", "text": block}, *content]
-    return [messages[0].model_copy(update={"content": content}), *messages[1:]]
+    """`messages`, with packs before the first."""
+    return [with_texts(messages[0], view, handles), *messages[1:]] if handles else messages
 
 
 def _refusal(request: ToolCallRequest) -> ToolMessage | None:
@@ -368,4 +390,5 @@ def _refusal(request: ToolCallRequest) -> ToolMessage | None:
     same = [(call["name"], call["args"])] * _REPEATS
     if calls[-_REPEATS:] != same:
         return None
-    return ToolMessage(_REPEATED.format(call["name"]), tool_call_id=call["id"], name=call["name"])
+    said = _REPEATED.format(call["name"])
+    return ToolMessage(said, tool_call_id=call["id"], name=call["name"], status="error")

@@ -265,6 +265,8 @@ class KnowledgePackRetriever(PackRetriever, DocumentIndex):
         with set_config_context({"callbacks": run_manager.get_child()}) as context:
             results = context.run(self._delivery().search, query, **settings)
         if (grade := options.get("grade", self.grade)) is not None:
+            if isinstance(grade, bool) or not isinstance(grade, int | float) or not 0 <= grade <= 1:
+                raise OptionError(f"Got grade={grade!r}; expected a number from 0 to 1.")
             results = [result for result in results if self._helps(result, query) >= grade]
         return [self._packed(_to_document(f.unit), f, score=f.hit.score, bank=f.hit.bank) for f in results]
 

@@ -105,7 +105,10 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
         text = "".join(f"{line}\n" for message in messages for line in self._lines(message))
         if not text.strip():
             return
-        settings: dict[str, Any] = {"namespace": self.namespace, "lazy": self.lazy, "provenance": {MEMORY: self.name}}
+        # A turn longer than the window is kept as text alone, and leaves at once.
+        is_long = len(self._engine().tokenizer.encode(text, add_special_tokens=False)) > self._most()
+        settings: dict[str, Any] = {"namespace": self.namespace, "lazy": self.lazy or is_long}
+        settings["provenance"] = {MEMORY: self.name}
         pack = self._engine().build_pack(text, compiled_for=self._place(), **settings)
         handles, left = [*self.handles, str(self.store.put(pack))], list[str]()
         sizes, most = list(map(self._size, handles)), self._most()

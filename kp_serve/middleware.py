@@ -13,7 +13,7 @@ from typing import Any
 from kp_core.errors import FactError, FactStoreLockedError, KnowledgePackError
 from kp_core.packs.handle import handles_like
 from kp_core.packs.view import PackRef, PackView, why_unresolved
-from kp_core.prompt.conversation import text_of
+from kp_core.prompt.conversation import texts_of
 from kp_core.session.reading import VisibleText
 from kp_serve.asked import COMPUTED, FIRST_PACK
 from kp_serve.preparing import prepared
@@ -162,7 +162,7 @@ def _resolved(messages: object, view: PackView) -> tuple[list[Any], list[PackRef
     for message in messages:
         role = _ROLES.get(str(message.get("role")), str(message.get("role")))
         if (content := message.get("content")) is not None:
-            text = resolve(text_of({"role": role, "content": content}), role)
+            text = "".join(resolve(text, role) for text in texts_of({"role": role, "content": content}))
             message = {**message, "content": text}  # noqa: PLW2901
         resolved.append(message)
     return resolved, delivered, left

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal, TypeAlias, get_args
 
 from kp_core.errors import PromptError
 from kp_core.events import warn_once
-from kp_core.packs.handle import handles_like
+from kp_core.packs.handle import Handle, handles_like
 from kp_core.packs.pack import root_of
 from kp_core.packs.view import PackRef, PackView, Segment
 
 Message: TypeAlias = Mapping[str, Any]
 """A chat message as chat templates take it: `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`.
-`cache_control` marks the end of a beginning to keep (`is_marked`)."""
+`cache_control` marks the end of a beginning to keep (`is_marked`). `before` are `Handle`s of packs
+that a tool found, which stand in front of the content. Text from outside holds no such objects."""
 Placement: TypeAlias = Literal["in_place", "system"]
 _Call: TypeAlias = Mapping[str, Any]
 GAP = "\n\n"
@@ -67,17 +69,35 @@ def to_turns(messages: Sequence[Message], view: PackView | None) -> tuple[Turn, 
         raise PromptError("Got an empty conversation; expected at least one message.")
     turns = []
     for message in messages:
-        text = text_of(message)
-        segments = view.split(text, str(message["role"])) if view is not None else (text,) if text else ()
-        if message["role"] not in _ROLES:
-            raise PromptError(f"Got the role {message['role']!r}; expected one of {', '.join(_ROLES)}.")
+        texts, role = texts_of(message), message["role"]
+        if role not in _ROLES:
+            raise PromptError(f"Got the role {role!r}; expected one of {', '.join(_ROLES)}.")
+        parts = texts if view is None else [part for text in texts for part in view.split(text, role)]
+        segments = tuple(_joined([*_before(message, view), *parts]))
         raw_calls = message.get("tool_calls") or ()
         if not isinstance(raw_calls, Iterable):
             raise PromptError(f"Got the tool calls {raw_calls!r}; expected a list of them.")
         calls = tuple(map(_normalised, raw_calls))
         extra = {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
-        turns.append(Turn(message["role"], segments, calls, extra, is_marked(message)))
+        turns.append(Turn(role, segments, calls, extra, is_marked(message)))
     return tuple(turns)
+
+
+def _before(message: Message, view: PackView | None) -> Iterator[Segment]:
+    """What stands before the content of a message: packs, without those that do not resolve."""
+    for handle in (message.get("before") or ()) if view else ():
+        parts = view.split(str(handle), "tool") if view and isinstance(handle, Handle) else (str(handle),)
+        if parts != (str(handle),):
+            yield from (*parts, GAP)
+
+
+def _joined(parts: Iterable[Segment]) -> Iterator[Segment]:
+    """`parts`, with neighbouring texts as one."""
+    for is_text, run in groupby(parts, lambda part: isinstance(part, str)):
+        if not is_text:
+            yield from run
+        elif text := "".join(map(str, run)):
+            yield text
 
 
 def placed(
@@ -200,7 +220,12 @@ def tool_call(name: str, arguments: object, call_id: object = None) -> dict[str,
 
 
 def text_of(message: Message) -> str:
-    """Return the text of a message.
+    """Return the text of a message. Raises as `texts_of`."""
+    return "".join(texts_of(message))
+
+
+def texts_of(message: Message) -> list[str]:
+    """Return the texts of a message's parts. A handle in one is whole, whatever stands in the next.
 
     Text parts are read under the names that OpenAI, Anthropic, Google and Amazon give them, refusals and citations
     included. Other parts of answers and tool results (reasoning, calls, searches, code that a provider ran) are left
@@ -211,11 +236,11 @@ def text_of(message: Message) -> str:
         raise PromptError(f"Got the message {message!r}; expected a mapping with a string under 'role'.")
     content = message.get("content")
     if content is None:
-        return ""
+        return []
     if isinstance(content, str):
-        return content
+        return [content]
     if isinstance(content, Sequence):
-        return "".join(_text_of_part(part, message["role"]) for part in content)
+        return [_text_of_part(part, message["role"]) for part in content]
     raise PromptError(f"Got content of type {type(content).__name__}; expected a string or text parts.")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kp_core.errors import ModelError, OptionError, PromptError, UnsupportedRequestError
-from kp_core.prompt.conversation import GAP, Message, text_of
+from kp_core.prompt.conversation import GAP, Message, texts_of
 from kp_core.session.reading import Usage
 
 Rotations: TypeAlias = int | Literal["all"]
@@ -42,6 +42,8 @@ class Question:
         for name in names:
             if not isinstance(name, str) or not name.strip() or names.count(name) > 1:
                 raise OptionError(f"Got the label {name!r} in {names}; expected different names that are not blank.")
+            if name.encode(errors="ignore").decode() != name:
+                raise OptionError(f"Got the label {name!r}, which is not Unicode. Decode it with errors='replace'.")
             if isinstance(labels, Mapping) and not isinstance(labels[name] or "", str):
                 raise OptionError(f"Got the description {labels[name]!r} of {name!r}; expected a string.")
 
@@ -152,5 +154,6 @@ def asked_behind(state: Sequence[Message] | str, text: str) -> Sequence[Message]
     messages = [{"role": "user", "content": state}] if isinstance(state, str) else [*state]
     if messages and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "user":
         *messages, last = messages
-        return [*messages, {**last, "content": GAP.join(filter(None, (text_of(last), text)))}]
+        said = texts_of(last)
+        return [*messages, {**last, "content": [*said, GAP + text] if any(said) else text}]
     return [*messages, {"role": "user", "content": text}]

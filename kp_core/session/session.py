@@ -281,6 +281,8 @@ class Session(Shared):
             raise self._lacking("decisions")
         if request.thinking is None and self.template.thinking_switch:
             request = replace(request, thinking=False)
+        if isinstance(state, Iterable) and not isinstance(state, str):
+            state = [*state]  # Each question reads it.
         ballots = [*ballots_of(questions, rotations, self.tokenizer)]
         plans = list[Plan]()
         for ballot in ballots:

@@ -1,8 +1,12 @@
 """What stands in an agent's prompt, what leaves it, and what is found again."""
 
+import itertools
+
 import pytest
 from langchain.agents import create_agent
-from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse
+from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse, ToolCallRequest
+from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
+from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 
@@ -11,7 +15,7 @@ from kp_core.banks.delivery import Delivery
 from kp_core.errors import OptionError
 from kp_langchain import ChatKnowledgePacks
 from kp_langchain import middleware as middleware_file
-from kp_langchain.messages import _sent
+from kp_langchain.messages import _sent, to_messages
 from kp_langchain.middleware import KnowledgePackMiddleware, RepeatedCallMiddleware
 from tests.conftest import roomy_engine
 from tests.kits.stores import HashEmbedder
@@ -59,8 +63,8 @@ def reading(found, question="Read the book."):
     return [HumanMessage(question), *(part for at, text in enumerate(found) for part in exchange(at, text))]
 
 
-def called(middleware, model, messages, answer, *, packs=(), **settings):
-    """The messages that the model gets, with handles as it sends them, and its answer as the state keeps it."""
+def answered(middleware, model, messages, answer, *, packs=(), response_format=None, **settings):
+    """The messages that the model gets, and its answer as the state keeps it."""
     request, got = (
         ModelRequest(
             model=model,
@@ -68,6 +72,7 @@ def called(middleware, model, messages, answer, *, packs=(), **settings):
             system_message=SystemMessage("You read."),
             state={"messages": messages, "packs": [*packs]},
             model_settings=settings,
+            response_format=response_format,
         ),
         [],
     )
@@ -77,7 +82,20 @@ def called(middleware, model, messages, answer, *, packs=(), **settings):
         return ModelResponse([answer])
 
     [kept] = middleware.wrap_model_call(request, handler).result
-    return [message.model_copy(update={"content": _sent(message), "additional_kwargs": {}}) for message in got], kept
+    return got, kept
+
+
+def called(middleware, model, messages, answer, **settings):
+    """As `answered`, with handles as the model sends them."""
+
+    def shown(message):
+        content, before = _sent(message)
+        block = "".join(f"{handle}\n\n" for handle in before)
+        content = block + content if isinstance(content, str) else [{"type": "text", "text": block}, *content]
+        return message.model_copy(update={"content": content, "additional_kwargs": {}})
+
+    got, kept = answered(middleware, model, messages, answer, **settings)
+    return list(map(shown, got)), kept
 
 
 def sent(middleware, model, messages, **state):
@@ -245,11 +263,22 @@ def test_the_heads_of_the_model_choose_among_the_nearest(model, handles, facts, 
     assert "cannot be compared" not in caplog.text
 
 
-def test_an_untrusted_user_gets_the_text(model, handles, facts):
+def test_what_tools_found_stands_as_a_pack_before_an_untrusted_user(model, handles, facts):
     wary = model.model_copy(update={"trusted_roles": ("tool",)})
-    asked = sent(searching(facts), wary, reading(handles, "page 3"), packs=handles)[1]
-    assert PAGES[3] in asked.text
-    assert not find_handles(asked.text)
+
+    def prompt(model, question):
+        got, _ = answered(searching(facts), model, reading(handles, question), AIMessage("Yes."), packs=handles)
+        assert PAGES[3] in got[1].text, "for other models"
+        assert not find_handles(got[1].text)
+        return ENGINE.prefill(to_messages(got), view=model.reading()[1]).prompt
+
+    asked = prompt(wary, "page 3")
+    assert asked.token_ids == prompt(model, "page 3").token_ids
+    assert handles[3] in [span.handle for span in asked.spans], "so that deleting it takes its KV"
+    typed = prompt(wary, f"page 3 {handles[0]}")
+    assert handles[0] not in [span.handle for span in typed.spans], "the user is not trusted"
+    nobody = model.model_copy(update={"trusted_roles": ("system",)})
+    assert not found_in(sent(searching(facts), nobody, reading(handles, "page 3"), packs=handles))
 
 
 def test_results_of_no_fact_become_facts_of_the_conversation(model, facts, packs):
@@ -284,6 +313,83 @@ def test_states_of_others_and_lost_packs_do_no_harm(model, handles, facts, packs
     # A checkpoint without the channel.
     request = ModelRequest(model=model, messages=reading(handles), state={"messages": []})
     assert searching(facts).wrap_model_call(request, lambda changed: ModelResponse([*changed.messages])).result
+
+
+def blocks(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def test_a_handle_ends_where_its_block_does(model, handles, packs, facts):
+    content = blocks("See", handles[0], "Source: page 1", handles[1], handles[2])
+    view = model.reading()[1]
+    prompt = ENGINE.prefill(to_messages([HumanMessage(content)]), view=view).prompt
+    assert [span.handle for span in prompt.spans] == handles[:3]
+    text = f"See{PAGES[0]}Source: page 1{PAGES[1]}{PAGES[2]}"
+    assert prompt.token_ids == ENGINE.prefill(text, reuse=False).prompt.token_ids
+    middleware, found = KnowledgePackMiddleware(), ToolMessage(content, tool_call_id="1")
+    assert middleware.before_model({"messages": [found]}, None) == {"packs": handles[:3]}
+    assert middleware_file._packs_in(found, view) == list(map(Handle.parse, handles[:3]))
+    pages = [[block] for block in blocks(*PAGES)]
+    sent(searching(facts), model, reading([*([handle, {"type": "text", "text": "Source"}] for handle in handles)]))
+    assert len(list(facts.facts())) == len(PAGES), "only the pages themselves"
+    assert sent(KnowledgePackMiddleware(), model, reading(pages[:3]))
+
+
+def test_errors_and_our_own_lines_are_no_facts(model, facts):
+    long = f"{PAGES[0]}{' boats' * 50_000}"
+    messages = reading([long, *PAGES[1:]], "page 3")
+    refused = RepeatedCallMiddleware()
+    calls = [message.tool_calls[0] for message in messages if message.type == "ai"]
+    messages[4] = messages[4].model_copy(update={"status": "error"})
+    assert PAGES[1] == messages[4].text
+    sent(searching(facts), model, messages)
+    stored = {fact.text for fact in facts.facts(namespace="book")}
+    assert long in stored
+    assert PAGES[2] in stored
+    assert PAGES[1] not in stored
+    assert not any("This result has" in text for text in stored)
+    same = [AIMessage("", tool_calls=[{**calls[0], "id": str(number)}]) for number in range(3)]
+    said = middleware_file._refusal(ToolCallRequest(same[-1].tool_calls[0], None, {"messages": same}, None))
+    assert said.status == "error"
+    assert refused.wrap_tool_call(ToolCallRequest(calls[0], None, {"messages": []}, None), lambda _: said) is said
+
+
+def test_the_schema_of_the_answer_takes_room(model, handles):
+    fields = {f"field_{n}": {"type": "string", "description": "What is said of it, in a word. " * 20} for n in range(9)}
+    schema = {"title": "Said", "description": "", "type": "object", "properties": fields}
+    messages, middleware = reading(handles * 10), KnowledgePackMiddleware(memory_tokens=1.0)
+    for strategy in (ToolStrategy(schema), ProviderStrategy(schema)):
+        tools, most = list(middleware_file._schemas(strategy)), 0
+        for count in range(400, 600, 2):
+            kept = sent(middleware, model, messages[: count + 1], response_format=strategy)
+            read = model.get_num_tokens_from_messages([SystemMessage("You read."), *kept], tools) + model.max_tokens
+            most = max(most, read)
+        assert 0.9 * ENGINE.max_positions < most <= ENGINE.max_positions
+
+
+def test_a_bound_model_and_a_model_that_sees(model, handles):
+    messages = reading(handles * 10)
+    bound = model.bind(stop=["\n"])
+    assert sent(KnowledgePackMiddleware(), bound, messages) == sent(KnowledgePackMiddleware(), model, messages)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    seen = [HumanMessage([*blocks("What is this?"), image])]
+    other = GenericFakeChatModel(messages=iter(()))
+    assert sent(KnowledgePackMiddleware(model=model), other, seen)[0].content[-1] == image
+
+
+def test_a_line_never_parts_a_call_from_its_result(model, handles):
+    messages = [*reading(handles[:20]), SystemMessage("The user has gone."), *exchange(50, *handles[20:22])]
+    kept = sent(KnowledgePackMiddleware(memory_tokens=600), model, messages)
+    assert any("searched again" in message.text for message in kept)
+    for before, message in itertools.pairwise(kept):
+        assert message.type != "tool" or before.type in ("ai", "tool")
+
+
+def test_nothing_and_no_list_do_no_harm(model, handles):
+    assert sent(KnowledgePackMiddleware(), model, reading(handles[:2]), packs=())
+    request = ModelRequest(model=model, messages=reading(handles[:2]), model_settings={"packs": None}, state={})
+    assert not KnowledgePackMiddleware().wrap_model_call(request, lambda _: ModelResponse([])).result
+    assert middleware_file._union(None, ["x"]) == middleware_file._union(["x"], 5) == ["x"]
 
 
 @pytest.mark.parametrize(

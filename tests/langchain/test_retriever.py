@@ -340,3 +340,6 @@ def test_grades_need_an_engine_and_are_probabilities(isles):
         isles.model_copy(update={"engine": None}).invoke("What?", grade=0.5)
     with pytest.raises(ValueError, match="less than or equal to 1"):
         KnowledgePackRetriever(fact_store=isles.fact_store, store=isles.store, grade=2)
+    for options in ({"grade": "0.5"}, {"grade": 2}, {"grade": True}, {"score_threshold": "3"}):
+        with pytest.raises(OptionError, match="expected a number"):
+            isles.invoke("What?", **options)

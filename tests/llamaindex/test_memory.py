@@ -59,6 +59,14 @@ async def test_the_oldest_packs_leave_in_blocks(block):
     assert len(block.left) == 12
 
 
+async def test_a_turn_longer_than_the_window_is_kept_and_leaves(block, store):
+    await block.aput(turns(1))
+    await block.aput([ChatMessage("boats " * ENGINE.max_positions)])
+    await block.aput(turns(2))
+    assert block.text() == "user: Question 2?\nassistant: Answer 2.\n"
+    assert "boats boats" in store.get(block.left[-1]).text
+
+
 async def test_what_left_is_found_again(store):
     facts = MemoryFactStore(LetterEmbedder())
     block = KnowledgePackMemoryBlock(engine=ENGINE, store=store, memory="search", facts=facts, memory_tokens=200)

@@ -160,6 +160,12 @@ def test_labels_that_no_token_tells_apart_are_decided_by_letters(labels):
     assert same(engine, decided["few"], plain(engine, TEXT, question))
 
 
+def test_a_state_is_read_once_for_all_questions():
+    engine, said = tiny_engine("llama"), [{"role": "user", "content": "The mill has four sails."}]
+    asked = {name: Question(f"Is it {name}?") for name in ("a mill", "a boat")}
+    assert engine.decide((message for message in said), asked).answers == engine.decide(said, asked).answers
+
+
 def test_a_question_ends_the_last_message_of_the_user():
     engine, question = tiny_engine(), Question("Is it?", ["A", "B"])
     user, parts = {"role": "user", "content": TEXT}, {"role": "user", "content": [{"type": "text", "text": TEXT}]}
@@ -181,6 +187,7 @@ def test_a_question_ends_the_last_message_of_the_user():
         (lambda: {0: Question("Who?", [])}, OptionError, "0 labels"),
         (lambda: {0: Question("Who?", ["a", "a"])}, OptionError, "different names"),
         (lambda: {0: Question("Who?", ["a", " "])}, OptionError, "not blank"),
+        (lambda: {0: Question("Who?", ["a", "\ud800"])}, OptionError, "not Unicode"),
         (lambda: {0: Question("Who?", "ab")}, OptionError, "a list of names"),
         (lambda: {0: Question("Who?", {"a": "", "b": 5})}, OptionError, "description 5 of 'b'"),
         (lambda: {0: Question("Who?", [str(n) for n in range(53)])}, OptionError, "53 labels"),
