@@ -105,7 +105,10 @@ def _question(question: Any) -> Question:
     elif isinstance(question, Score):
         labels = {str(level): _text(description) for level, description in enumerate(question.criteria)}
     else:
-        raise PromptError(f"Got the question {question!r}; a text model takes a Noul, a Choice or a Score.")
+        raise PromptError(
+            f"Got the question {question!r}; a text model takes a Noul, a Choice or a Score, e.g. of "
+            'langchain_core.decisions Choice(instructions="What is it about?", criteria={"tides": "", "boats": ""}).'
+        )
     return Question(_text(question.instructions), labels)
 
 
