@@ -54,6 +54,7 @@ def _show_one(out: Console, session: Session, store: PackStore, facts: Sequence[
     """Answer one question from passages of two sizes, as text and as a pack from disk."""
     _heading(out, 1, "The same answer, sooner", f"The question: {_QUESTION}")
     out.print("Each passage is sent as text and as a pack that was compiled before: seconds to the first token.")
+    out.print("A model this small is often wrong; packs change nothing about that.")
     session.generate("Hello.", max_tokens=2)  # Warm up: the first pass sets up kernels.
     for tokens in _TOKENS:
         text, read = _compared(out, session, store, [next(_passages(session, facts, [tokens]))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -90,7 +91,7 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     texts, paths, skipped = fact or [], files or [], list[FactError]()
     is_empty, is_ours = not (paths or texts), is_collection(place)
     if Path(place).is_file() or (is_empty and Path(place).exists() and not is_ours):
-        raise typer.BadParameter(f"Got no name. `kp build NAME {' '.join([place, *map(str, paths)])}` makes one.")
+        raise typer.BadParameter(f"Got no name. `kp build NAME {shlex.join([place, *map(str, paths)])}` makes one.")
     if is_empty and not (is_ours and compiled):
         raise typer.BadParameter("Got neither files nor --fact; give one.")
     if fact_id and len(texts) != 1:
@@ -119,8 +120,8 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
             delivery = Delivery(collection, session, folder, unit=unit, kv=kv, compress=compress or "none")
             report["plan"] = _compile(delivery, session, as_json=as_json)
         if not as_json and len(collection):
-            packs = f" --packs {options.packs}" if options.packs else ""
-            console().print(f'`kp ask {place} "QUESTION"{packs}` answers from it.')
+            packs = f" --packs {shlex.quote(options.packs)}" if options.packs else ""
+            console().print(f'`kp ask {shlex.quote(place)} "QUESTION"{packs}` answers from it.')
     if as_json:
         print_json(report)
 
@@ -148,6 +149,7 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
     else:
         with options.open(place, wait=wait) as collection:
             fact = collection.get(_full_id(name, collection))
+            editing.replaced(fact.text, old, new)  # What cannot be corrected must fail before a model is loaded.
             session, store = model.load(), PackStore(options.folder(place, collection))
             delivery = Delivery(collection, session, store, kv="stored", namespace=fact.namespace)
             with waiting("Compiling"):

@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -117,7 +118,7 @@ class PlaceOptions:
         """The collection in a folder or on a server. Raises `FactError` if there is none, unless it may be `new`."""
         path, hint = Path(place), "`kp build COLLECTION FILE...` makes one."
         if path.is_dir() and any(path.iterdir()):
-            hint = f"`kp build NAME {place}` makes one of its files."
+            hint = f"`kp build NAME {shlex.quote(place)}` makes one of its files."
         # A database that is not ours is refused by the store itself.
         if not (new or (path / "chroma.sqlite3").exists() or is_collection(place)):
             collections = [name for name in siblings(path) if is_fact_store(Path(name))]

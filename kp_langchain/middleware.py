@@ -167,9 +167,8 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
             return request.messages, []
         settings = request.model_settings
         session, view = model.reading()
-        packs = [
-            str(pack) for pack in (*(model.packs or ()), *(settings.get("packs") or ())) if find_handles(str(pack))
-        ]
+        given = (*(model.packs or ()), *(settings.get("packs") or ()))
+        packs = [str(pack) for pack in given if isinstance(pack, str | Handle)]
         system = [*map(SystemMessage, packs), *([request.system_message] if request.system_message else [])]
         tools = [*request.tools, *_schemas(request.response_format)]
         head = model.get_num_tokens_from_messages([*system, _START], tools)

@@ -85,9 +85,9 @@ def to_turns(messages: Sequence[Message], view: PackView | None) -> tuple[Turn, 
 
 def _before(message: Message, view: PackView | None) -> Iterator[Segment]:
     """What stands before the content of a message: packs, without those that do not resolve."""
-    for handle in (message.get("before") or ()) if view else ():
-        parts = view.split(str(handle), "tool") if view and isinstance(handle, Handle) else (str(handle),)
-        if parts != (str(handle),):
+    for handle in message.get("before") or ():
+        name = str(handle)
+        if view and isinstance(handle, Handle) and (parts := view.split(name, "tool")) != (name,):
             yield from (*parts, GAP)
 
 
