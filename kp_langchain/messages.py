@@ -53,7 +53,7 @@ def to_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
         role = core_role(kind)
         if role not in ("system", "user", "assistant", "tool"):
             raise PromptError(f"Got a {type(message).__name__} ({role}); expected a system, human, AI or tool message.")
-        content, before = _sent(message)
+        content, before = as_sent(message)
         sent = {"role": role, "content": content}
         calls = message.tool_calls if isinstance(message, AIMessage) else ()
         more = {
@@ -71,8 +71,9 @@ def to_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 
 def texts_in(message: BaseMessage) -> list[str]:
-    """The texts of a message's blocks."""
-    blocks = [message.content] if isinstance(message.content, str) else message.content
+    """The texts of a message's blocks, with the handles that `to_messages` sends."""
+    content, _ = as_sent(message)
+    blocks = [content] if isinstance(content, str) else content
     texts = (block.get("text") if isinstance(block, dict) else block for block in blocks)
     return [text for text in texts if isinstance(text, str)]
 
@@ -103,7 +104,7 @@ def with_texts(message: AnyOf, view: PackView | None, before: Sequence[Handle] =
     return message.model_copy(update={"content": content, "additional_kwargs": kept})
 
 
-def _sent(message: BaseMessage) -> tuple[Any, list[Handle]]:
+def as_sent(message: BaseMessage) -> tuple[Any, list[Handle]]:
     """The content with the handles that `with_texts` replaced, and those before it, if `with_texts` left it so."""
     kept = message.additional_kwargs.get(_SENT)
     if not isinstance(kept, tuple) or kept[1] != message.content:

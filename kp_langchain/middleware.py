@@ -28,7 +28,7 @@ from kp_core.packs.store import open_packs
 from kp_core.packs.view import PackRef, Packs, PackView
 from kp_core.settings import core_role
 from kp_langchain.chat_model import ChatKnowledgePacks
-from kp_langchain.messages import texts_in, with_texts
+from kp_langchain.messages import as_sent, texts_in, with_texts
 from kp_methods.recall import recalled, remember
 
 _START = HumanMessage("?")
@@ -352,9 +352,9 @@ def _note(known: dict[int, Any], key: int, value: object) -> None:
 
 
 def _packs_in(message: AnyMessage, view: PackView) -> list[Handle]:
-    """The packs that a message brings, by their handles or texts."""
+    """The packs that a message brings."""
     parts = (part for text in texts_in(message) for part in view.split(text, core_role(message.type)))
-    return [Handle.parse(part.handle) for part in parts if isinstance(part, PackRef)]
+    return [*as_sent(message)[1], *(Handle.parse(part.handle) for part in parts if isinstance(part, PackRef))]
 
 
 def _text_alone(message: AnyMessage) -> AnyMessage:

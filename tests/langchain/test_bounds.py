@@ -15,7 +15,7 @@ from kp_core.banks.delivery import Delivery
 from kp_core.errors import OptionError
 from kp_langchain import ChatKnowledgePacks
 from kp_langchain import middleware as middleware_file
-from kp_langchain.messages import _sent, to_messages
+from kp_langchain.messages import as_sent, to_messages
 from kp_langchain.middleware import KnowledgePackMiddleware, RepeatedCallMiddleware
 from tests.conftest import roomy_engine
 from tests.kits.stores import HashEmbedder
@@ -89,7 +89,7 @@ def called(middleware, model, messages, answer, **settings):
     """As `answered`, with handles as the model sends them."""
 
     def shown(message):
-        content, before = _sent(message)
+        content, before = as_sent(message)
         block = "".join(f"{handle}\n\n" for handle in before)
         content = block + content if isinstance(content, str) else [{"type": "text", "text": block}, *content]
         return message.model_copy(update={"content": content, "additional_kwargs": {}})
@@ -252,6 +252,17 @@ def test_what_was_found_stays_before_its_question(model, handles, facts, packs, 
         for message in messages:
             message.additional_kwargs.update({middleware_file._FOUND: noted} if message.type == "ai" else {})
         assert str(theirs) not in str(sent(middleware, model, messages, packs=handles))
+
+
+def test_what_stands_before_an_earlier_question_is_not_found_again(model, handles, facts):
+    messages, middleware = reading(handles, "page 3"), searching(facts)
+    _, noted = called(middleware, model, messages, AIMessage("So."), packs=handles)
+    messages += [noted, HumanMessage("page 3")]
+    kept = sent(middleware, model, messages, packs=handles)
+    [first, again] = [message.text for message in kept if message.type == "human" and message.text.endswith("page 3")]
+    assert handles[3] in first
+    assert again != "page 3", "others are found"
+    assert not {handle for *_, handle in find_handles(first)} & {handle for *_, handle in find_handles(again)}
 
 
 def test_the_heads_of_the_model_choose_among_the_nearest(model, handles, facts, packs, caplog):
