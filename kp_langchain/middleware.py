@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, NotRequired, cast
 
 from langchain.agents.middleware import AgentMiddleware, AgentState, ModelRequest, ModelResponse, ToolCallRequest
+from langchain.agents.structured_output import AutoStrategy, ProviderStrategy, ToolStrategy
 from langchain_core.messages import (
     AIMessage,
     AnyMessage,
@@ -268,7 +269,7 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
         facts, state = self._facts, cast("Any", request.state)
         session, view = model.reading()
         asked = [message for message in kept if isinstance(message, HumanMessage)][-1:]
-        question = strip_handles(asked[0].text).strip() if asked else ""
+        question = _words(asked[0]) if asked else ""
         if view is None or facts is None or "tool" not in view.trusted_roles or not question:
             return []
         only = next(iter(view.namespaces)) if len(view.namespaces) == 1 else None
@@ -278,10 +279,10 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
         named = [name for name in state.get("packs") or () if isinstance(name, str)]
         gone = dict.fromkeys(handle for name in named for *_, handle in find_handles(name))
         for message in left:
-            key, texts = hash((namespace, message.text)), texts_in(message)
+            key = hash((namespace, message.text))
             if isinstance(message, ToolMessage) and message.status != "error" and key not in self._packs:
                 found = _packs_in(message, view)
-                texts = [text] if (text := "".join(map(strip_handles, texts)).strip()) and not found else []
+                texts = [text] if (text := _words(message)) and not found else []
                 _note(self._packs, key, found or remember(texts, facts, session, view.source, namespace))
             gone |= dict.fromkeys(self._packs.get(key, ()))
         here = {handle for message in kept for handle in _packs_in(message, view)}
@@ -334,7 +335,7 @@ class PackSummarizer:
             if message.additional_kwargs.get("lc_source") == "summarization":
                 handles = (handle for *_, handle in find_handles(message.text) if handle.namespace == self._namespace)
                 parts += [pack.text for handle in handles if (pack := self._store.peek(handle))]
-            elif text := strip_handles(message.text).strip():
+            elif text := _words(message):
                 parts.append(get_buffer_string([message.model_copy(update={"content": text, "tool_calls": []})]))
         tokenizer = self._engine.tokenizer
         ids = tokenizer.encode("\n".join(parts), add_special_tokens=False)[-self._max_tokens :]
@@ -357,6 +358,11 @@ def _packs_in(message: AnyMessage, view: PackView) -> list[Handle]:
     return [*as_sent(message)[1], *(Handle.parse(part.handle) for part in parts if isinstance(part, PackRef))]
 
 
+def _words(message: AnyMessage) -> str:
+    """The text of `message` without handles."""
+    return "".join(map(strip_handles, texts_in(message))).strip()
+
+
 def _text_alone(message: AnyMessage) -> AnyMessage:
     """`message` without images and the like, which another model may read."""
     if isinstance(message.content, str):
@@ -367,8 +373,10 @@ def _text_alone(message: AnyMessage) -> AnyMessage:
 
 def _schemas(response_format: Any) -> Iterator[dict[str, Any]]:
     """The schemas of structured output, as the tools that they are, or nearly."""
-    specs = getattr(response_format, "schema_specs", None) or [getattr(response_format, "schema_spec", None)]
-    for spec in filter(None, specs):
+    if isinstance(response_format, AutoStrategy):  # What a bare schema becomes.
+        response_format = ToolStrategy(response_format.schema)
+    is_tool, is_native = isinstance(response_format, ToolStrategy), isinstance(response_format, ProviderStrategy)
+    for spec in response_format.schema_specs if is_tool else [response_format.schema_spec] if is_native else []:
         function = {"name": spec.name, "description": spec.description, "parameters": spec.json_schema}
         yield {"type": "function", "function": function}
 

@@ -85,7 +85,8 @@ def to_turns(messages: Sequence[Message], view: PackView | None) -> tuple[Turn, 
 
 def _before(message: Message, view: PackView | None) -> Iterator[Segment]:
     """What stands before the content of a message: packs, without those that do not resolve."""
-    for handle in message.get("before") or ():
+    handles = message.get("before")
+    for handle in handles if isinstance(handles, list | tuple) else ():
         name = str(handle)
         if view and isinstance(handle, Handle) and (parts := view.split(name, "tool")) != (name,):
             yield from (*parts, GAP)

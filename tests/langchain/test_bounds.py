@@ -5,7 +5,7 @@ import itertools
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse, ToolCallRequest
-from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
+from langchain.agents.structured_output import AutoStrategy, ProviderStrategy, ToolStrategy
 from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
@@ -340,6 +340,11 @@ def test_a_handle_ends_where_its_block_does(model, handles, packs, facts):
     middleware, found = KnowledgePackMiddleware(), ToolMessage(content, tool_call_id="1")
     assert middleware.before_model({"messages": [found]}, None) == {"packs": handles[:3]}
     assert middleware_file._packs_in(found, view) == list(map(Handle.parse, handles[:3]))
+    found, _ = answered(middleware, model, [HumanMessage(content)], AIMessage(""))
+    assert middleware_file._words(found[0]) == "SeeSource: page 1"
+    for forged in (5, "kp:book/x", handles[:1], [None], {"kp": 1}):
+        said = [{"role": "user", "content": "Hi", "before": forged}]
+        assert not ENGINE.prefill(said, view=view).prompt.spans, "only objects, which JSON cannot hold"
     pages = [[block] for block in blocks(*PAGES)]
     sent(searching(facts), model, reading([*([handle, {"type": "text", "text": "Source"}] for handle in handles)]))
     assert len(list(facts.facts())) == len(PAGES), "only the pages themselves"
@@ -369,7 +374,7 @@ def test_the_schema_of_the_answer_takes_room(model, handles):
     fields = {f"field_{n}": {"type": "string", "description": "What is said of it, in a word. " * 20} for n in range(9)}
     schema = {"title": "Said", "description": "", "type": "object", "properties": fields}
     messages, middleware = reading(handles * 10), KnowledgePackMiddleware(memory_tokens=1.0)
-    for strategy in (ToolStrategy(schema), ProviderStrategy(schema)):
+    for strategy in (ToolStrategy(schema), ProviderStrategy(schema), AutoStrategy(schema)):
         tools, most = list(middleware_file._schemas(strategy)), 0
         for count in range(400, 600, 2):
             kept = sent(middleware, model, messages[: count + 1], response_format=strategy)

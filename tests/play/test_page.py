@@ -105,6 +105,8 @@ def test_both_answers_their_costs_and_the_plan_by_keyboard_alone(visit, played):
     assert "from a pack" in plan
     assert "harbour" in plan
     picture(page, "ask", "body")
+    ask(page)
+    assert "it was asked before" in page.locator("#kp-verdict").inner_text()
 
 
 def test_a_narrow_dark_window_needs_no_sideways_scrolling(visit):
