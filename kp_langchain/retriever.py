@@ -52,9 +52,10 @@ class PackRetriever(BaseRetriever):
     """A retriever whose documents have packs in `store`.
 
     By default a document's `page_content` is its text, in which nothing resolves as a handle. With `content="handle"`
-    it is the handle alone, for models that resolve it. A document without a pack comes as text, and `engine`, if given,
-    compiles it for the position `compiled_for` (for a prompt: `pack_place(prompt)`) when it is idle, or with
-    `precompile="now"` before the search returns. `kv` and `compress` are those of `kp_core.banks.delivery.Delivery`.
+    it is the handle alone, for models that resolve it. `engine` makes packs of documents that have none, and computes
+    their KV for the position `compiled_for` (for a prompt: `pack_place(prompt)`) when it is idle, or with
+    `precompile="now"` before the search returns; without an engine they come as text. `kv` and `compress` are those of
+    `kp_core.banks.delivery.Delivery`.
     """
 
     store: Annotated[Packs, BeforeValidator(open_packs)] = Field(exclude=True)

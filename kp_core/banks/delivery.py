@@ -17,7 +17,7 @@ from kp_core.banks import Added, Fact, FactStore, Filter, Hit
 from kp_core.banks.base import content_id
 from kp_core.banks.compiling import Unit, compile_facts, find_compiled
 from kp_core.errors import FactError, ModelError, OptionError, PackError, PackNotFoundError, gone
-from kp_core.events import log_event
+from kp_core.events import log_event, warn_once
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle, check_namespace, inert
 from kp_core.packs.pack import KnowledgePack
@@ -56,7 +56,7 @@ class Delivery:
     facts of one source (a fact without a source is its own document). No unit crosses namespaces. Searches are limited
     to `namespace`; `None` is all of them. `kv`: `stored`, or `lazy` for only text and tokens. `compress` is how KV is
     stored (`KnowledgePack.compressed`). A unit that is found without a pack is compiled before the
-    search returns; with `precompile="idle"` it goes as text and is compiled when the engine is idle. Without an
+    search returns; with `precompile="idle"` its pack has text and tokens alone until the engine is idle. Without an
     `engine`, a unit without a pack goes as text, with a warning. Without `facts`, only `deliver` works. Raises
     `FactError` for an unknown unit, kv, compress or precompile, `PromptError` for an invalid namespace.
     """
@@ -261,9 +261,15 @@ class Delivery:
         return [Found(hit, unit, handle) for hit, unit, handle in zip(hits, units, handles, strict=True)]
 
     def compile(
-        self, units: Iterable[Fact], *, stored: bool = True, progress: bool = True, since: object = None
+        self,
+        units: Iterable[Fact],
+        *,
+        stored: bool = True,
+        lazy: bool = False,
+        progress: bool = True,
+        since: object = None,
     ) -> list[Handle | None]:
-        """Run `compile_facts` with the settings of this object.
+        """Run `compile_facts` with the settings of this object; `lazy` as there, whatever `kv` says.
 
         A unit whose facts are deleted before its pack is stored has none. Facts that are not `stored` yet are compiled
         in any case. `since` is as in `deliver`.
@@ -273,7 +279,7 @@ class Delivery:
             *(units, self._compiler, self.store),
             unit=self.unit,
             compiled_for=self.compiled_for,
-            lazy=self.kv == "lazy",
+            lazy=lazy or self.kv == "lazy",
             compress=self.compress,
             is_current=lambda unit: not stored or self._is_current(unit, since),
             progress=progress,
@@ -365,33 +371,46 @@ class Delivery:
         return self.engine
 
     def _compiled_when_idle(self, units: Sequence[Fact], engine: Session, since: object) -> list[Handle | None]:
-        """Return the handles of packs of this model; when idle, compile those that are not for this place yet."""
+        """Return the handles of packs, which need no KV yet; when idle, compile those that are not for this place."""
         is_lazy = self.kv == "lazy" or engine.is_lazy
         find = partial(find_compiled, session=engine, store=self.store, compiled_for=self.compiled_for, lazy=is_lazy)
         compiled, stored = find(units)
         missing = [unit for unit in units if (unit.namespace, unit.text) not in compiled]
-
-        def steps() -> Iterator[object]:
-            for unit in missing:
-                if find([unit])[0]:  # It was compiled meanwhile.
-                    continue
-                # Steps that hold nothing: the question that found the unit, and one right behind it, go first.
-                began = -math.inf
-                while time.monotonic() - began > 2 * _QUIET_S:
-                    began = time.monotonic()
-                    time.sleep(_QUIET_S)
-                    yield None  # While a request is answered, this takes as long.
-                if self._is_current(unit, since):
-                    yield self.compile([unit], progress=False, since=since)
-
-        if missing:
-            with suppress(ModelError):  # The next search finds them again.
-                engine.when_idle(steps)
         # KV for another place is computed where the handle stands, as that of the text is. An edited pack may differ.
         for unit, pack in stored.items():
             if pack.fingerprint == engine.fingerprint and not pack.history:
                 compiled[unit] = self.store.handle(pack.text, pack.namespace)
+        # Not as text, which would stay in the conversation: nobody could say later whose words the KV behind it holds.
+        new = [unit for unit in missing if (unit.namespace, unit.text) not in compiled]
+        try:
+            handles = self.compile(new, lazy=True, progress=False, since=since)
+        except (PackError, OSError) as error:  # Such as a store that is only read, or a full disk.
+            warn_once(logger, "What a search found goes as text: %s", str(error))
+            return [compiled.get((unit.namespace, unit.text)) for unit in units]
+        found = zip(new, handles, strict=True)
+        compiled |= {(unit.namespace, unit.text): handle for unit, handle in found if handle is not None}
+        if missing:
+            with suppress(ModelError):  # The next search finds them again.
+                engine.when_idle(partial(self._compiling, missing, find, since))
         return [compiled.get((unit.namespace, unit.text)) for unit in units]
+
+    def _compiling(
+        self, units: Sequence[Fact], find: Callable[[list[Fact]], tuple[Any, Any]], since: object
+    ) -> Iterator[object]:
+        """The steps of compiling units that `find` finds no KV of, and of forgetting those that are gone."""
+        for unit in units:
+            if find([unit])[0]:  # It was compiled meanwhile.
+                continue
+            # Steps that hold nothing: the question that found the unit, and one right behind it, go first.
+            began = -math.inf
+            while time.monotonic() - began > 2 * _QUIET_S:
+                began = time.monotonic()
+                time.sleep(_QUIET_S)
+                yield None  # While a request is answered, this takes as long.
+            if self._is_current(unit, since):
+                yield self.compile([unit], progress=False, since=since)
+            elif self._facts is not None:
+                self.forget(self.store.handle(unit.text, unit.namespace))
 
     def _lookup(self, unit: Fact) -> Handle | None:
         handle = self.store.handle(unit.text, unit.namespace)

@@ -218,7 +218,7 @@ class Planner:
             [space] = view.namespaces
         if space is None and not plan.prompt.spans:
             return plan, ()
-        # KV in memory was met, too, if only as text: a document goes as text until its pack is compiled.
+        # KV in memory was met, too, if only as text.
         always = request.keep == "always"
         until = len(plan.prompt) if always else max(self.cached_tokens(plan), plan.prompt.marked)
         along = list(entries_along(plan, self.model, self._heads, space, view.has, until, lazy=always))

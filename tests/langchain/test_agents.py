@@ -21,7 +21,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.types import Command
 
-from kp_core import Fact, Handle, MemoryFactStore, PackStore, find_handles, load_engine
+from kp_core import Fact, Handle, Hit, MemoryFactStore, PackStore, find_handles, load_engine
 from kp_core.banks.compiling import compile_facts
 from kp_core.banks.delivery import Delivery
 from kp_core.errors import OptionError, PackError
@@ -161,12 +161,13 @@ def test_an_agent_computes_only_what_is_new_in_the_next_process(tmp_path):
     assert after[0]["computed_tokens"] == after[0]["prompt_tokens"] - before[-1]["prompt_tokens"]
 
 
-def test_what_is_deleted_between_two_turns_is_in_no_file_and_in_no_prompt(tmp_path):
+@pytest.mark.parametrize("precompile", ["now", "idle"])
+def test_what_is_deleted_between_two_turns_is_in_no_file_and_in_no_prompt(tmp_path, precompile):
     engine, store, facts = fresh_engine(), PackStore(tmp_path), MemoryFactStore(HashEmbedder())
-    library = Delivery(facts, engine, store, namespace="book")
-    library.add([Fact(page, id=str(number)) for number, page in enumerate(PAGES[:3])], progress=False)
-    handles = [str(store.handle(page, "book")) for page in PAGES[:3]]
-    ids = [store.get(Handle.parse(handle)).token_ids for handle in handles]
+    library = Delivery(facts, engine, store, namespace="book", precompile=precompile)
+    facts.add(Fact(page, id=str(number), namespace="book") for number, page in enumerate(PAGES[:3]))
+    found = library.deliver([Hit(fact, 1.0) for fact in facts.facts()])  # "idle": before there is KV of them.
+    handles, ids = [each.content for each in found], [engine.build_pack(page).token_ids for page in PAGES[:3]]
 
     def follow(messages, count):
         steps = Steps(count)
@@ -181,6 +182,7 @@ def test_what_is_deleted_between_two_turns_is_in_no_file_and_in_no_prompt(tmp_pa
     assert read[-1]["pack_tokens"] > 150
     assert len(holding()) > 3
     library.delete(["0", "1", "2"])
+    engine.when_idle(lambda: None).result(60)
     assert holding() == []
     _, [cost] = follow([*messages, HumanMessage("How many boats?")], 0)
     assert cost["pack_tokens"] == 0 < cost["completion_tokens"]

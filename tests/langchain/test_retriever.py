@@ -299,8 +299,9 @@ def test_facts_without_packs_are_compiled_when_they_are_found(facts, shelf):
     assert all(find_handles(document.page_content) for document in found)
     assert sorted(engine.built) == sorted(document.metadata["text"] for document in found)
     later = KnowledgePackRetriever(engine=engine, **settings | {"k": 5})
-    assert sum(document.metadata["kp"]["handle"] is None for document in later.invoke("flag")) == 3
-    until(lambda: all(document.metadata["kp"]["handle"] for document in later.invoke("flag")))
+    handles = [document.metadata["kp"]["handle"] for document in later.invoke("flag")]
+    assert set(handles) == set(map(str, shelf))
+    until(lambda: all(shelf.get(handle).kv for handle in handles))
 
 
 def test_packs_are_stored_as_compress_says(facts, shelf):

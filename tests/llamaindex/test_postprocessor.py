@@ -105,11 +105,11 @@ async def test_behind_fusion_and_a_cutoff_sync_and_async(packs, nodes, llm, usag
 
 
 def test_in_the_background(nodes, store, caplog):
-    packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=store, lazy=True)
+    packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=store)
     with caplog.at_level(logging.WARNING):
         [first] = packs.postprocess_nodes(found(nodes[0]))
-    assert (first.node.handle, first.node.get_content(MetadataMode.LLM)) == ("", nodes[0].text)
-    until(lambda: list(store))
+    assert first.node.get_content(MetadataMode.LLM) == first.node.handle
+    until(lambda: store.get(first.node.handle).kv)
     [second] = packs.postprocess_nodes([first])
     assert second.node.is_intact
 

@@ -33,6 +33,7 @@ from kp_core.banks.compiling import Unit, compile_facts, open_facts
 from kp_core.banks.delivery import Delivery
 from kp_core.errors import FactError, OptionError, PackError, PromptError
 from kp_core.events import subscribe
+from kp_core.packs.pack import PackKey
 from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.template import ChatTemplate
 from kp_core.session.session import Session
@@ -303,11 +304,29 @@ def test_what_happens_to_packs_is_in_the_debug_log_with_counts(
 
 def test_packs_are_made_in_the_background_where_that_is_asked_for(facts: MemoryFactStore, tmp_path: Path) -> None:
     engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer())
-    made = Delivery(facts, engine, PackStore(tmp_path), kv="lazy", precompile="idle", namespace="default")
-    assert [each.handle for each in made.search("Part 2 of a.md.", 2)] == [None, None]
-    until(lambda: len(made.store) == 2)  # type: ignore[arg-type]
-    assert all(each.handle for each in made.search("Part 2 of a.md.", 2))
+    made, go = Delivery(facts, engine, PackStore(tmp_path), precompile="idle", namespace="default"), threading.Event()
+    engine.when_idle(lambda: go.wait(60) and None)
+    handles = [each.handle for each in made.search("Part 2 of a.md.", 2)]
+    packs = [made.store.peek(handle) for handle in handles if handle]
+    assert [pack and pack.stored_bytes for pack in packs] == [0, 0]
+    go.set()
+    until(lambda: all(made.store.get(handle).kv for handle in handles if handle))
+    assert [each.handle for each in made.search("Part 2 of a.md.", 2)] == handles
     engine.close()
+
+
+@pytest.mark.parametrize("error", [PackError("The store is only read."), OSError(28, "No space left on device")])
+def test_what_a_store_does_not_take_goes_as_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    class Full(PackStore):
+        def put(self, pack: KnowledgePack) -> Handle:
+            raise error
+
+    made = Delivery(None, tiny_engine(), Full(tmp_path), precompile="idle", namespace="default")
+    [found] = made.deliver([Hit(Fact("Orla keeps the lamp.", namespace="default"), 1.0)])
+    assert (found.handle, found.content) == (None, "Orla keeps the lamp.")
+    assert f"goes as text: {error}" in caplog.text
 
 
 def test_what_is_compiled_when_its_turn_comes_is_not_waited_for(
@@ -335,12 +354,16 @@ def test_a_pack_for_another_place_is_delivered_while_it_waits_to_be_compiled_for
     handle, _ = store.put(pack), store.put(edited)
     hits = [Hit(fact, 1.0) for fact in (known, other, replace(known, text=edited.text))]
     found = Delivery(None, engine, store, precompile="idle", namespace="default").deliver(hits)
-    assert [each.handle for each in found] == [handle, None, None]
+    assert [each.content for each in found] == [str(store.handle(hit.fact.text, "default")) for hit in hits]
+    assert found[0].handle == handle
     assert len(jobs) == 1
     foreign = load_engine(tiny_model("qwen2"), tokenizer=tiny_tokenizer())
     monkeypatch.setattr(foreign, "when_idle", jobs.append)
     [found_by_foreign] = Delivery(None, foreign, store, precompile="idle", namespace="default").deliver(hits[:1])
-    assert found_by_foreign.handle is None
+    assert found_by_foreign.handle == handle
+    assert store.get(handle, PackKey(foreign.fingerprint, foreign.template.prefix("user"))).text == known.text
+    assert (kept := store.peek(handle, pack.key))
+    assert kept.stored_bytes
 
 
 GONE: dict[str, Callable[[Delivery, Fact, FactStore], object]] = {
@@ -380,7 +403,7 @@ def test_a_fact_that_is_gone_when_its_turn_comes_is_not_compiled(tmp_path: Path,
     made = Delivery(facts, engine, PackStore(tmp_path / "packs"), precompile="idle", namespace="default", unit=unit)
     go = threading.Event()
     engine.when_idle(lambda: go.wait(60) and None)
-    assert made.search("Who keeps the lamp?", 1)[0].handle is None
+    assert made.search("Who keeps the lamp?", 1)[0].handle
     if gone == "edited" and unit == "fact":
         made.facts.update(replace(fact, text="Orla keeps the nothing lamp."))
     else:
@@ -460,15 +483,16 @@ def test_what_waits_for_texts_of_another_store_is_cancelled_when_that_is_synchro
     made = Delivery(None, engine, PackStore(tmp_path), precompile="idle", namespace="default")
     hits, go = [Hit(Fact("Orla keeps the SECRET lamp.", namespace="default"), 1.0)], threading.Event()
     engine.when_idle(lambda: go.wait(60) and None)
-    made.deliver(hits)
+    [found] = made.deliver(hits)
     CANCELS.get(cancels, lambda _: None)(made)
     go.set()
     engine.when_idle(lambda: None).result(60)
-    assert bool(_holding(tmp_path, "SECRET")) == (cancels == "nothing")
-    made.deliver(hits)  # It is still found: it waits again.
+    assert bool(_holding(tmp_path, "SECRET")) == (cancels in {"nothing", "cancel"})
+    assert bool(list(tmp_path.rglob("*.safetensors"))) == (cancels == "nothing")
+    assert made.deliver(hits) == [found]  # It is still found: it waits again.
     engine.when_idle(lambda: None).result(60)
     engine.close()
-    assert _holding(tmp_path, "SECRET")
+    assert list(tmp_path.rglob("*.safetensors"))
 
 
 def test_a_text_of_another_store_that_is_gone_while_its_pack_is_written_leaves_nothing(tmp_path: Path) -> None:
@@ -549,7 +573,7 @@ def test_what_another_process_deletes_meanwhile_is_not_written(tmp_path: Path) -
     engine, go = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer()), threading.Event()
     made = Delivery(facts, engine, PackStore(tmp_path / "packs"), precompile="idle")
     engine.when_idle(lambda: go.wait(120) and None)
-    assert [found.handle for found in made.search("Who keeps the lamp?", 4)] == [None] * 4
+    assert all(found.handle for found in made.search("Who keeps the lamp?", 4))
     subprocess.run([sys.executable, "-c", _DELETES, str(tmp_path)], check=True, timeout=120)  # noqa: S603 - our own
     go.set()
     engine.when_idle(lambda: None).result(60)
