@@ -111,7 +111,7 @@ class WrappedRetriever(PackRetriever):
 
         For the documents that the vector store has by now. Those that come later are compiled when they are found.
         """
-        facts = (_to_fact(document, self.namespace) for document in documents if _has_text(document))
+        facts = (_to_fact(document, self.namespace) for document in documents if self._has_text(document))
         return [str(handle) for handle in self._delivery().compile(facts, progress=progress) if handle is not None]
 
     def sync(self, documents: Iterable[Document] | None = None) -> list[str]:
@@ -156,12 +156,22 @@ class WrappedRetriever(PackRetriever):
 
     def _delivered(self, documents: Sequence[Document], config: RunnableConfig, since: object) -> list[Document]:
         """`documents` with packs, except blank ones, and those that one of our retrievers returned as handles."""
-        todo = {at: _to_fact(document, self.namespace) for at, document in enumerate(documents) if _has_text(document)}
+        todo = {at: _to_fact(each, self.namespace) for at, each in enumerate(documents) if self._has_text(each)}
         with set_config_context(config) as context:
             hits = [Hit(fact, 0.0) for fact in todo.values()]
             results = context.run(partial(self._delivery().deliver, hits, since=since))
         found = dict(zip(todo, results, strict=True))
         return [self._packed(document, found[at]) if at in found else document for at, document in enumerate(documents)]
+
+    def _has_text(self, document: Document) -> bool:
+        """Whether a document is text to compile: not blank, and not the handle that a retriever of ours made of one.
+
+        A handle counts with the text that it stands for, which nobody has who only knows the handle.
+        """
+        handle, text = own_handle(document), document.metadata.get("text")
+        if handle is None or document.page_content != str(handle) or not isinstance(text, str):
+            return bool(document.page_content.strip())
+        return self.store.handle(text, handle.namespace) != handle
 
 
 class KnowledgePackRetriever(PackRetriever, DocumentIndex):
@@ -301,11 +311,6 @@ def _by_ids(vectors: Any, ids: Sequence[str]) -> list[Document]:
         rows = zip(stored["documents"], stored["metadatas"], stored["ids"], strict=True)
         found = [Document(text, metadata=about or {}, id=own_id) for text, about, own_id in rows if text is not None]
     return found
-
-
-def _has_text(document: Document) -> bool:
-    """Whether a document is text to compile: not blank, and not the handle that a retriever of ours made of one."""
-    return bool(document.page_content.strip()) and document.page_content != str(own_handle(document))
 
 
 def _to_fact(document: Document, namespace: str, metadata: Mapping[str, Any] = {}) -> Fact:

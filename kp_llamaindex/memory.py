@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Annotated, Any, Literal, Self
 
 from llama_index.core.base.llms.types import ChatMessage, TextBlock
-from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer, model_validator
+from llama_index.core.bridge.pydantic import Field, field_serializer, model_validator
 from llama_index.core.memory import BaseMemoryBlock
 from llama_index.core.memory.memory import DEFAULT_MEMORY_BLOCKS_TEMPLATE
 
@@ -21,6 +22,7 @@ from kp_llamaindex.messages import MEMORY, to_messages
 from kp_methods.recall import recalled, remember
 
 _LEFT = "(Earlier parts of this conversation have left it. What was found earlier can be searched again.)"
+_WRITING = threading.Lock()  # Of all blocks: event loops do not share asyncio's, and no copy of a block holds one.
 _MOST_TOKENS = 512  # Of an answer without `max_tokens`, as in a request.
 
 
@@ -53,7 +55,6 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     memory: Literal["search"] | None = None
     facts: FactStore | None = Field(default=None, exclude=True, repr=False)
     lazy: bool = False
-    _writing: asyncio.Lock = PrivateAttr(default_factory=asyncio.Lock)
 
     def __init__(self, **fields: Any) -> None:
         # Here and not in a validator, because Pydantic would wrap the error.
@@ -94,17 +95,21 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
         return "\n".join(lines)
 
     async def _aput(self, messages: list[ChatMessage]) -> None:
-        async with self._writing:
-            await asyncio.to_thread(self._remember, messages)
+        await asyncio.to_thread(self._remember, messages)
 
     async def atruncate(self, content: str, tokens_to_truncate: int) -> str | None:
         """Return `content` unchanged: truncating handles would save nothing."""
         return content
 
     def _remember(self, messages: list[ChatMessage]) -> None:
+        with _WRITING:
+            self._added(messages)
+
+    def _added(self, messages: list[ChatMessage]) -> None:
         text = "".join(f"{line}\n" for message in messages for line in self._lines(message))
         if not text.strip():
             return
+        self.store.handle(text, self.namespace)  # It raises for text that is not Unicode.
         # A turn longer than the window is kept as text alone, and leaves at once.
         is_long = len(self._engine().tokenizer.encode(text, add_special_tokens=False)) > self._most()
         settings: dict[str, Any] = {"namespace": self.namespace, "lazy": self.lazy or is_long}

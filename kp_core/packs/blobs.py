@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from kp_core.errors import PackError
 from kp_core.memory import new_memory
@@ -39,13 +39,19 @@ class BlobStat(NamedTuple):
     modified: float
 
 
+def is_key(key: str) -> bool:
+    """Whether `key` is valid; other programs may leave files with other names."""
+    return _KEY.fullmatch(key) is not None
+
+
 def check_key(key: str) -> str:
     """Return `key` if it is a valid key; raise `PackError` otherwise."""
-    if _KEY.fullmatch(key) is None:
+    if not is_key(key):
         raise PackError(f"Got the key {key!r}; expected lower-case names joined by '/', not under staging/.")
     return key
 
 
+@runtime_checkable
 class Blobs(Protocol):
     """Byte values ("blobs") under keys such as `packs/geo/ab/abc.txt`, shared by any number of threads and processes.
 

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from hashlib import blake2b
@@ -14,7 +14,7 @@ from typing import Any
 
 from kp_core.bundled import cache_directory
 from kp_core.errors import MissingDependencyError, PackError
-from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs, check_key
+from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs, check_key, is_key
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)")
 _CACHE_BYTES = 8 * 2**30
@@ -141,6 +141,11 @@ class ObjectBlobs:
             if key != name and key.startswith(prefix) and info["type"] == "file":
                 yield key, _stat(info)
 
+    def drop_gone(self) -> None:
+        """Delete the local copies of what other machines have deleted."""
+        if self._copies:
+            self._copies.keep(lambda: (key for key, _ in self.list()))
+
     def delete(self, key: str) -> bool:
         """As `Blobs.delete`; if two callers delete a blob at the same time, both may get `True`."""
         if self._copies:
@@ -242,7 +247,8 @@ class LocalCopies:
         with suppress(OSError):
             self.drop(key)
             self._blobs.write(self._name(key, version), [data, _digest(data)])
-            oldest_first = sorted(self._blobs.list(), key=lambda copy: copy[1].modified)
+            copies = filter(lambda copy: is_key(copy[0]), self._blobs.list())
+            oldest_first = sorted(copies, key=lambda copy: copy[1].modified)
             excess = sum(stat.size for _, stat in oldest_first) - self.max_bytes
             for name, stat in oldest_first:
                 if excess <= 0:
@@ -256,9 +262,17 @@ class LocalCopies:
             for name, _ in list(self._blobs.list(self._name(key))):
                 self._blobs.delete(name)
 
-    def _name(self, key: str, version: str | None = None) -> str:
-        parts = (f"{self._place}/{key}",) if version is None else (f"{self._place}/{key}", version)
-        return ".".join(blake2b(part.encode(), digest_size=16).hexdigest() for part in parts)
+    def keep(self, keys: Callable[[], Iterable[str]]) -> None:
+        """Delete all copies of this place but those of `keys`, which are asked for if there are copies."""
+        with suppress(OSError):
+            if copies := list(self._blobs.list(self._name())):
+                names = set(map(self._name, keys()))
+                for name in (name for name, _ in copies if name.rpartition(".")[0] not in names):
+                    self._blobs.delete(name)
+
+    def _name(self, *parts: str) -> str:
+        """The name of the copies of this place, of a key, or of one version of it."""
+        return ".".join(blake2b(part.encode(), digest_size=16).hexdigest() for part in (self._place, *parts))
 
 
 def is_far(place: str | os.PathLike[str]) -> bool:

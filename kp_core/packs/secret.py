@@ -32,8 +32,8 @@ def load_secrets(blobs: Blobs, configured: str | None) -> tuple[bytes, ...]:
                 f"`PackStore(..., secret=...)`: {_HOW}. Keep it: without it the handles mean nothing."
             )
         return (_stored_secret(blobs),)
-    words = re.split(r"[\s,]+", text.strip())
-    if not all(re.fullmatch(f"[0-9a-fA-F]{{{2 * _SECRET_BYTES}}}", word) for word in words):
+    words = re.split(r"[\s,]+", text.strip()) if isinstance(text, str) else ()
+    if not words or not all(re.fullmatch(f"[0-9a-fA-F]{{{2 * _SECRET_BYTES}}}", word) for word in words):
         raise PackError(f"Got something else as the secret of {blobs}; expected {_HOW}.")
     keys = tuple(map(bytes.fromhex, words))
     _check(blobs, keys)

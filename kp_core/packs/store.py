@@ -26,13 +26,13 @@ from kp_core.errors import (
 )
 from kp_core.events import log_event, warn_once
 from kp_core.kv import KVTensors
-from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs
+from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs, is_key
 from kp_core.packs.codec import Compression
 from kp_core.packs.entry import Entry, EntryFile, encode_entry, open_entry, read_header
 from kp_core.packs.envelope import header_stop
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace, mint
-from kp_core.packs.objects import open_blobs
+from kp_core.packs.objects import ObjectBlobs, open_blobs
 from kp_core.packs.pack import KnowledgePack, PackKey, common_length, decode_text, encode_text
 from kp_core.packs.secret import load_secrets, name_of
 from kp_core.packs.uses import last_use_of
@@ -50,6 +50,7 @@ _ROOM, _SHARE = 2**31, 20
 _SLACK, _WRITERS, _AGAIN_S = 8, 4, 60
 _CACHED = 1024  # Texts and headers, about 50 KB each if the packs are banks of facts.
 _FILE = re.compile(r"packs/([^/]+)/[^/]+/([^/.]+)(?:\.[0-9a-f]{32}\.safetensors|\.txt)")
+_BEHIND_FILE = re.compile(r"behind/[0-9a-f]{2}/[0-9a-f]{32}\.safetensors")
 _BEHIND, _EARLIER = "behind/", "kept/"  # Entries with several owners; those of release 0.2 are not read.
 
 
@@ -89,12 +90,14 @@ class PackStore(Packs):
     ) -> None:
         for name in unknown:
             raise OptionError(f"A store has no option {name!r}.{gone(name)}")
-        if not 0 <= tombstone_days < math.inf:
-            raise PackError(f"Got tombstone_days={tombstone_days}; expected a number of days from 0 on.")
+        if not (isinstance(tombstone_days, int | float) and 0 <= tombstone_days < math.inf):
+            raise PackError(f"Got tombstone_days={tombstone_days!r}; expected a number of days from 0 on.")
         for name, bound in {"max_bytes": max_bytes, "keep_seconds": keep_seconds}.items():
-            if bound is not None and bound <= 0:
-                raise PackError(f"Got {name}={bound}; expected a positive number, or None for no bound.")
-        self.blobs: Blobs = open_blobs(place) if isinstance(place, str | os.PathLike) else place
+            if bound is not None and not (isinstance(bound, int | float) and bound > 0):
+                raise PackError(f"Got {name}={bound!r}; expected a positive number, or None for no bound.")
+        if not isinstance(place, str | os.PathLike | Blobs):
+            raise PackError(f"Got {place!r} as the place of packs; expected a folder, a URL or an object of blobs.")
+        self.blobs: Blobs = place if isinstance(place, Blobs) else open_blobs(place)
         self.max_bytes, self.keep_seconds, self._seal = max_bytes, keep_seconds, seal
         self.tombstone_days = tombstone_days
         self._source, self._given_secrets = place, bool(secret or seal)
@@ -113,6 +116,7 @@ class PackStore(Packs):
         self._texts = lru_cache(_CACHED)(partial(_read_text, self.blobs, self.secrets))
         self._heads = lru_cache(_CACHED)(partial(_read_head, self.blobs))
         self._removed = lru_cache(_CACHED)(partial(_last_removal, self.blobs))
+        self._seen = dict[str, str | None]()  # The last removal in each namespace.
         self._owners: dict[tuple[str, str], frozenset[str]] = {}  # By key and version, so that no head is read twice.
         self._spare = (0, 0.0)  # Bytes that may be kept without looking for room, and until when.
         self.forked()
@@ -155,7 +159,11 @@ class PackStore(Packs):
 
     def removals(self, namespace: str) -> object:
         """As `Packs.removals`."""
-        return self._removed(namespace, self.changes)
+        version = self._removed(namespace, self.changes)
+        if version != self._seen.get(namespace) and isinstance(self.blobs, ObjectBlobs):
+            self.blobs.drop_gone()
+        self._seen[namespace] = version
+        return version
 
     def _mark(self, key: str) -> None:
         """Change a token that tells all processes what happened."""
@@ -218,7 +226,7 @@ class PackStore(Packs):
         if self.tombstone_days:
             key = _buried_key(handle)
             for other, stat in list(self.blobs.list(key.rpartition("/")[0] + "/")):
-                if self._has_lapsed(stat):
+                if is_key(other) and self._has_lapsed(stat):
                     self.blobs.delete(other)
             content = [successor.id.encode()] if successor and successor.namespace == handle.namespace else []
             self.blobs.write(key, content, if_absent=not content)
@@ -352,8 +360,10 @@ class PackStore(Packs):
         handle = Handle.parse(handle)
         # The text in between: who is killed leaves no entry without it, and who writes one meanwhile looks for it.
         self._drop(str(handle))
-        deleted = [self.blobs.delete(key) for key in (*self._beside(handle), _text_key(handle))]
-        if not any(deleted):
+        deleted = [self.blobs.delete(key) for key in self._beside(handle)]
+        if handle in self:  # A disk too full for the mark fails here, where the removal can be tried again.
+            self._mark(f"removed/{handle.namespace}")
+        if not (self.blobs.delete(_text_key(handle)) or any(deleted)):
             raise PackNotFoundError(f"{self.blobs} has no pack {handle} to remove.")
         self._mark(f"removed/{handle.namespace}")
         self._mark("changes")
@@ -509,7 +519,10 @@ class PackStore(Packs):
         """
         # First the mark: what waits to be written, in any process, sees it before it is written or right behind.
         self._mark(f"forgotten/{check_namespace(namespace)}")
-        return self._drop(namespace)
+        count = self._drop(namespace)
+        self._mark(f"removed/{namespace}")  # Other machines drop their copies.
+        self._mark("changes")
+        return count
 
     def _drop(self, owner: str) -> int:
         """Delete unreadable entries, and those that contain or follow the pack or a text of the namespace `owner`."""
@@ -578,7 +591,13 @@ class PackStore(Packs):
         return ()
 
     def _listed(self, *prefixes: str) -> dict[str, BlobStat]:
-        return {key: stat for prefix in prefixes or ("packs/", _BEHIND) for key, stat in self.blobs.list(prefix)}
+        """Our files; others, such as a `.DS_Store` or what a network drive leaves, are not touched."""
+        listed = (each for prefix in prefixes or ("packs/", _BEHIND) for each in self.blobs.list(prefix))
+        return {
+            key: stat
+            for key, stat in listed
+            if (_BEHIND_FILE.fullmatch(key) if key.startswith(_BEHIND) else is_key(key))
+        }
 
     def _beside(self, handle: Handle) -> list[str]:
         """The keys of the entries that this pack alone owns, and of those of release 0.2."""

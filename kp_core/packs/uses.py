@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 from contextlib import suppress
+from math import isfinite
 
 from kp_core.errors import KnowledgePackError, PackCorruptError
 from kp_core.packs.blobs import Blobs
@@ -37,7 +38,7 @@ class LastUse:
         written: dict[str, object] = {}
         with suppress(FileNotFoundError, PackCorruptError):
             written = mapping(from_json(bytes(self._blobs.read("used"))), "used")
-        known = {name: used_at for name, used_at in written.items() if isinstance(used_at, float)}
+        known = {name: used_at for name, used_at in written.items() if isinstance(used_at, float) and isfinite(used_at)}
         for name, used_at in self._times.copy().items():  # Other threads note meanwhile.
             known[name] = max(used_at, known.get(name, used_at))
         if len(known) > _MOST_NAMES:

@@ -146,6 +146,10 @@ class ChatTemplate:
             raise PromptError(f"Got {text!r} as the text of a pack; expected a string.")
         if not text.strip():
             raise PromptError("Got a blank text; expected something to know.")
+        if isinstance(compiled_for, str) and compiled_for not in {"user", "system"}:
+            raise PromptError(
+                f"Got compiled_for={compiled_for!r}; expected 'user', 'system' or messages with {{pack}}."
+            )
         if compiled_for == "system":
             messages: Sequence[Message] = ({"role": "system", "content": SLOT}, {"role": "user", "content": "?"})
         else:

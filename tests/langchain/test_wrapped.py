@@ -167,6 +167,17 @@ def test_scores_and_handles_of_our_own_retrievers_stay(facts, embedder, shelf):
     assert KnowledgePackRetriever.from_retriever(by_handle, **parts(shelf)).invoke("flag") == by_handle.invoke("flag")
 
 
+def test_a_document_that_says_it_is_a_handle_is_text(shelf):
+    """Whoever writes documents may know the handle of somebody else's pack."""
+    known = "The password of the harbour is heron."
+    handle = str(shelf.put(tiny_engine().build_pack(known, namespace="isles")))
+    claims = [{}, {"text": "The password"}, {"kp": {"handle": handle}}]
+    said = [Document(handle, id=f"d{at}", metadata={"handle": handle} | each) for at, each in enumerate(claims)]
+    inner = Fixed(documents=[*said, Document(handle, metadata={"handle": handle, "text": known})])
+    found = KnowledgePackRetriever.from_retriever(inner, **parts(shelf, content="handle")).invoke("?")
+    assert [each.page_content == handle for each in found] == [False, False, False, True]
+
+
 def test_packs_are_compiled_in_the_background(collection, shelf):
     settings = {**parts(shelf, content="handle", compiled_for=pack_place(PROMPT))}
     del settings["precompile"]

@@ -1,7 +1,9 @@
 """`KnowledgePackMemoryBlock`: flushed turns as packs, at constant prompt cost."""
 
+import asyncio
 import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage, ToolCallBlock
@@ -9,7 +11,7 @@ from llama_index.core.memory import Memory
 from pydantic import ValidationError
 
 from kp_core import Fact, MemoryFactStore, PackStore, find_handles
-from kp_core.errors import OptionError, PackNotFoundError
+from kp_core.errors import OptionError, PackNotFoundError, PromptError
 from kp_llamaindex import KnowledgePackLLM, KnowledgePackMemoryBlock, to_messages
 from kp_llamaindex.memory import _LEFT
 from tests.conftest import tiny_engine
@@ -182,6 +184,20 @@ def test_a_long_conversation_has_a_short_prompt(block, store):
     assert max(sent[20:]) <= max(sent[:20]) + size(_LEFT)
     assert 0 < max(usage["pack_tokens"] for usage in usages) <= 300
     assert block.left
+
+
+def test_turns_of_several_event_loops_are_all_kept(block):
+    """As of a server whose threads run a loop each."""
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: asyncio.run(block.aput(turns(number))), range(8)))
+    assert sorted(block.text().splitlines()) == sorted(
+        f"{turn.role.value}: {turn.content}" for number in range(8) for turn in turns(number)
+    )
+
+
+async def test_what_is_not_unicode_is_an_error_of_ours(block):
+    with pytest.raises(PromptError, match="not Unicode"):
+        await block.aput([ChatMessage("a\ud800b")])
 
 
 def test_the_first_pack_comes_straight_from_the_store(block, store):

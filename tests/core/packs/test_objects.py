@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kp_core.errors import MissingDependencyError, PackError, PackNotFoundError
+from kp_core.packs.entry import Entry
 from kp_core.packs.objects import LocalCopies, ObjectBlobs, open_blobs
 from kp_core.packs.store import PackStore
 from kp_core.settings import EngineSettings
@@ -218,6 +219,27 @@ def test_a_removed_pack_leaves_the_cache(far):
     store.get(handle)
     store.remove(handle)
     assert cached() == []
+
+
+@pytest.mark.parametrize("deletes", [PackStore.remove, lambda store, handle: store.forget(handle.namespace)])
+def test_what_another_machine_deletes_leaves_the_cache_with_what_stood_behind_it(far, deletes):
+    store, handle, pack = far
+    behind = Entry(pack.fingerprint, 3, "0" * 32, (1, 2), frozenset({str(handle), handle.namespace}))
+    assert store.write(behind, pack.kv.slice(0, 2))
+    other = PackStore(Far(str(store.blobs)), secret=OLD)
+    own = other.put(make_pack("mine"))
+    for each in (handle, own):
+        store.get(each)
+    assert store.read(behind, (handle.namespace,))
+    store.removals(handle.namespace)
+    assert len(cached()) == 3
+    other.blobs._copies = None  # The cache of another machine is elsewhere.
+    deletes(other, handle)
+    stale = len(cached()) - sum(key.endswith(".safetensors") for key, _ in other.blobs.list())
+    store.blobs._stats.clear()  # As a second later.
+    store.removals(handle.namespace)
+    assert (stale > 0, len(cached())) == (True, 3 - stale)
+    assert same(store.get(own), make_pack("mine"))
 
 
 def test_the_cache_keeps_to_its_budget_and_keeps_what_was_read_last(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -52,9 +53,17 @@ def test_a_put_that_cannot_fit_changes_nothing(tmp_path):
     assert all(store.get(handle).text for handle in store)
 
 
-def test_a_bound_must_be_positive(tmp_path):
-    with pytest.raises(PackError, match="max_bytes=0"):
-        PackStore(tmp_path, max_bytes=0)
+@pytest.mark.parametrize("name", ["max_bytes", "keep_seconds", "tombstone_days"])
+@pytest.mark.parametrize("value", [-1, math.nan, "1GB", b"1"])
+def test_a_bound_is_a_positive_number(tmp_path, name, value):
+    with pytest.raises(PackError, match=f"{name}={value!r}"):
+        PackStore(tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize("given", [{"place": None}, {"place": 5}, {"place": b"x"}, {"secret": 5}, {"secret": " "}])
+def test_what_is_no_place_and_no_secret_is_refused(tmp_path, given):
+    with pytest.raises(PackError, match="as the "):
+        PackStore(**{"place": tmp_path} | given)
 
 
 # Last use.
@@ -102,7 +111,7 @@ def test_two_processes_tell_each_other(tmp_path):
     assert dropped(tmp_path, handles) == [False, False, True]
 
 
-@pytest.mark.parametrize("junk", [b"", b"[]", b'{"kp:geo/a": "now", "b": true}', b"\xff"])
+@pytest.mark.parametrize("junk", [b"", b"[]", b'{"kp:geo/a": "now", "b": true}', b'{"a": 1e400}', b"\xff"])
 def test_a_damaged_note_of_last_use_stops_nobody(tmp_path, junk):
     _, handles = filled(tmp_path)
     gc.collect()

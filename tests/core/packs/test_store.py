@@ -1,6 +1,7 @@
 """The store as its users see it: put and get, what displaces what, whose folder it is, what is new."""
 
 import json
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -327,6 +328,41 @@ def test_a_folder_of_other_things_is_refused_and_left_alone(tmp_path):
     with pytest.raises(PackError, match=r"photos is not empty \(it holds packs/Paris 1.jpg\).*Name a new folder"):
         PackStore(tmp_path / "photos")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["Paris 1.jpg", "packs", "photos", "staging"]
+
+
+@pytest.mark.parametrize("stray", [".DS_Store", "thumbs.db", "ab/._0", "ab/.nfs000000000001"])
+@pytest.mark.parametrize("folder", ["behind", "packs", "packs/default", "deleted/default"])
+def test_files_of_other_programs_hinder_nothing_and_stay(tmp_path, folder, stray):
+    store = PackStore(tmp_path, max_bytes=1_000_000)
+    left = tmp_path / folder / stray
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"theirs")
+    os.utime(left, (0, 0))
+    handle = store.put(make_pack())
+    store.forget("default")
+    store.remove(handle)
+    store.bury(handle)
+    assert (list(store), list(store.kept()), list(store.verify())) == ([], [], [])
+    assert left.read_bytes() == b"theirs"
+
+
+def test_a_removal_that_fails_can_be_tried_again(store, monkeypatch):
+    """Whoever has the KV in memory drops it when the mark changes."""
+    handle, real = store.put(make_pack()), store.blobs.write
+
+    def full(key, *given, **options):
+        if key.startswith("removed/"):
+            raise OSError(28, "No space left on device")
+        return real(key, *given, **options)
+
+    before = store.removals(handle.namespace)
+    monkeypatch.setattr(store.blobs, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        store.remove(handle)
+    monkeypatch.undo()
+    store.remove(handle)
+    assert handle not in store
+    assert store.removals(handle.namespace) != before
 
 
 def test_a_store_that_lost_its_secret_is_refused(store):

@@ -142,6 +142,12 @@ def test_verify_catches_a_prompt_that_is_not_the_single_pass():
         made.verify(shorter)
 
 
+@pytest.mark.parametrize("place", ["sytem", "tool", ""])
+def test_a_place_is_one_that_there_is(place):
+    with pytest.raises(PromptError, match=f"compiled_for={place!r}"):
+        template("plain").tokenise_pack("Orla Venn keeps the light.", place)
+
+
 def test_merges_over_the_edge_are_named():
     made = template("plain", merges=7)
     prompt = made.render(f"{HANDLE}\n\nWho?", view=Packs().view())
