@@ -142,18 +142,28 @@ def unresolved(turns: Sequence[Turn]) -> list[tuple[str, str]]:
 
 
 def with_errata(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """Shorten each pack that follows an earlier version of itself to the corrections since then."""
-    sent: dict[tuple[str, str], set[str]] = {}
+    """Shorten each pack that follows an earlier version of itself to the corrections since then.
+
+    Not one that takes a correction back without another one of the same words: it is sent whole.
+    """
+    sent: dict[tuple[str, str], dict[str, tuple[int, int] | None]] = {}  # Errata that hold, and what they correct.
 
     def shortened(part: Segment) -> Segment:
         if not isinstance(part, PackRef):
             return part
         pack = part.pack
         root = (pack.namespace, pack.edits.root or root_of(pack.text))
-        unsent = [line for line in pack.edits.errata if line not in sent.get(root, ())]
-        is_later = root in sent and bool(unsent)
-        sent.setdefault(root, set()).update(unsent)
-        if not is_later:
+        earlier, now = sent.get(root), dict[str, tuple[int, int] | None].fromkeys(pack.edits.said)
+        now |= {each.line: (each.start, each.stop) for each in pack.edits.corrections}
+        unsent = [line for line in pack.edits.errata if line not in (earlier or ())]
+        renewed = [place for line in unsent if (place := now[line])]
+        taken_back = [
+            place
+            for line, place in (earlier or {}).items()
+            if line not in now and not (place and any(a < place[1] and place[0] < b for a, b in renewed))
+        ]
+        sent[root] = now
+        if earlier is None or not unsent or taken_back:
             return part
         lines = replace(pack, text="\n".join(unsent), token_ids=(), prefix=(), kv=None, stored_bytes=0)
         return replace(part, pack=lines, is_erratum=True)

@@ -156,6 +156,28 @@ def test_in_a_conversation_the_new_handle_brings_its_erratum_alone(
     assert engine.template.text(engine.prefill(sent, view=store.view("mill")).prompt).count(TEXT) == 2
 
 
+def test_what_a_conversation_says_last_of_a_field_is_what_the_last_version_says(
+    engine: Session, pack: KnowledgePack, tmp_path: Path
+) -> None:
+    store = PackStore(tmp_path)
+    six = edit.amend(pack, "four", "six", engine, **AT_HAND)
+    back = edit.amend(edit.amend(six, "six", "four", engine, **AT_HAND), "1802", "1820", engine, **AT_HAND)
+    again = edit.amend(edit.amend(six, "six", "eight", engine, **AT_HAND), "eight", "six", engine, **AT_HAND)
+
+    def last(*packs: KnowledgePack) -> str:
+        talk = [{"role": "user", "content": f"{store.put(each)}{ASKED}"} for each in packs]
+        shown = engine.template.text(engine.prefill(talk, view=store.view("mill")).prompt)
+        return shown.rpartition("user\n")[2].partition(ASKED)[0]
+
+    assert last(pack, six, back) == back.text
+    assert last(pack, six, pack) == TEXT
+    assert last(pack, six, pack, six) == six.edits.errata[0]
+    eight = edit.amend(six, "six", "eight", engine, **AT_HAND)
+    assert again.edits.errata == six.edits.errata
+    assert last(pack, six, eight, again) == six.edits.errata[0]
+    assert last(pack, six, edit.amend(six, "1802", "1820", engine, **AT_HAND)).count("\n") == 0
+
+
 def test_errata_stand_in_order_and_a_later_one_replaces_that_of_its_field(
     engine: Session, pack: KnowledgePack, tmp_path: Path
 ) -> None:
@@ -306,10 +328,12 @@ def test_overwriting_keeps_what_stands_behind_and_says_so(
         ("four", "", "expected words"),
         ("four", " \n", "expected words"),
         ("", "four", "Got old=''"),
+        (None, "six", "Got old=None; expected words"),
+        ("four", 5, "Got new=5; expected words"),
         ("four", "four", "expected another text"),
     ],
 )
-def test_what_cannot_be_found_once_is_refused(pack: KnowledgePack, old: str, new: str, said: str) -> None:
+def test_what_cannot_be_found_once_is_refused(pack: KnowledgePack, old: Any, new: Any, said: str) -> None:
     engine = tiny_engine(dtype=pack.kv.dtype, chunk_tokens=16)  # type: ignore[union-attr]
     for change in (edit.amend, edit.overwrite):
         with pytest.raises(PackError, match=r"Got str; expected a pack: `store\.get\(handle\)`"):
