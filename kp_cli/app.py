@@ -163,6 +163,23 @@ def _top(
         typer.echo(_GUIDE + (f"\n\nCollections here: {plain(', '.join(collections))}" if collections else ""))
 
 
+def _drop_output() -> None:
+    """Leave the rest of the buffer out, which must not fail at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _show(error: Exception, *, as_json: bool) -> None:
+    """Print an error in one line, and as JSON."""
+    message = plain(" ".join(message_of(error).splitlines()))
+    try:
+        if as_json:
+            print_json({"error": type(error).__name__, "message": message})
+        typer.echo(nl=False)  # Write what is left, if there is an output.
+    except OSError:
+        _drop_output()
+    warn(f"kp: {message}")
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code."""
     argv = list(map(str, sys.argv[1:] if arguments is None else arguments))
@@ -185,15 +202,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except BrokenPipeError:
-        # The reader has closed the pipe (`kp search … | head`). The rest of the buffer must not fail at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # The reader has closed the pipe (`kp search … | head`).
         return 1
     except ERRORS as error:
         if "--debug" in argv:
             raise
-        message = plain(" ".join(message_of(error).splitlines()))
-        if "--json" in argv:
-            print_json({"error": type(error).__name__, "message": message})
-        warn(f"kp: {message}")
+        _show(error, as_json="--json" in argv)
         return 1
     return code if isinstance(code, int) else 0

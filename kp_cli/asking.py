@@ -17,7 +17,18 @@ from rich.console import Console
 from rich.text import Text
 
 from kp_cli import waiting
-from kp_cli.options import JsonFlag, ModelOptions, Namespace, Place, PlaceOptions, Where, existing, filter_of, spread
+from kp_cli.options import (
+    MOST_FACTS,
+    JsonFlag,
+    ModelOptions,
+    Namespace,
+    Place,
+    PlaceOptions,
+    Where,
+    existing,
+    filter_of,
+    spread,
+)
 from kp_cli.output import about_hit, console, plain, sourced, tell, warn
 from kp_core import Generation, Message, Session
 from kp_core.banks.compiling import Unit
@@ -50,11 +61,16 @@ class _AskOptions(ModelOptions, PlaceOptions):
         """These options as options of a request."""
         if self.steering is None and self.alpha is not None:
             raise typer.BadParameter("--alpha goes with --steering.")
-        steering = None if self.steering is None else (load_steering(existing(self.steering)), self.alpha)
+        steering = None if self.steering is None else load_steering(existing(self.steering))
         # Of all warnings of Python, the command line shows this one.
         warnings.simplefilter("default", SteeringWarning)
         warnings.showwarning = lambda message, *_, **__: warn(str(message))
-        return {"composer": composer_of(self.composer), "mismatch": self.mismatch, "steering": steering}
+        return {
+            "composer": composer_of(self.composer),
+            "mismatch": self.mismatch,
+            "steering": steering and (steering, self.alpha),
+            "scope": "last_token" if steering and steering.keys else None,  # A delta of keys fits one position.
+        }
 
 
 @spread
@@ -64,7 +80,7 @@ def ask(  # noqa: C901, PLR0913 - one parameter per option or group of options, 
         str | None, typer.Argument(metavar="[QUESTION]", help="What to answer. Without it: type one after another.")
     ] = None,
     *,
-    k: Annotated[int, typer.Option("-k", min=1, help="How many facts per question.")] = 3,
+    k: Annotated[int, typer.Option("-k", min=1, max=MOST_FACTS, help="How many facts per question.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 64,
     text: Annotated[bool, typer.Option("--text", help="Send the facts as text, as plain RAG does.")] = False,
     explain: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -81,7 +82,8 @@ def _about_collection(path: str, options: PlaceOptions) -> _Shown:
             "bytes": {"text": sum(len(fact.text.encode()) for fact in facts), "chroma": store.nbytes},
         }
     if not is_store(folder):
-        return report, [table_of(report), f"No packs yet. `kp build {path} --compile` or `kp ask` compiles some."]
+        hint = f"No packs yet. `kp build {shlex.quote(path)} --compile` or `kp ask` compiles some."
+        return report, [table_of(report), hint]
     packs, shown = _about_store(folder)
     return {**report, "packs": packs}, [table_of(report), *shown]
 
@@ -189,11 +191,11 @@ def verify(
     lines = [f"✗ {fault}" for fault in faults]
     if orphans:
         unused = f"Packs that no fact uses any more: {', '.join(orphans)}"
-        lines.insert(0, f"{unused}; `kp remove {path} --unused` removes them.")
+        lines.insert(0, f"{unused}; `kp remove {shlex.quote(path)} --unused` removes them.")
     if not faults:
         lines.append("Nothing is wrong.")
     elif not repair:
-        lines.append(f"`kp verify {path} --repair` repairs what it can.")
+        lines.append(f"`kp verify {shlex.quote(path)} --repair` repairs what it can.")
     else:
         lines.append(f"Not repaired: {len(left)}." if left else "All of it was repaired.")
     report = {"path": path, "wrong": faults, "repaired": repair and bool(faults), "left": left, "orphans": orphans}

@@ -87,7 +87,7 @@ def _questions(path: Path, facts: FactStore, k: int) -> list[CalibrationQuestion
 @spread
 def train(  # noqa: PLR0913 - one parameter per setting
     place: _Documents,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The wrapper to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", dir_okay=False, help="The wrapper to write.")],
     *,
     soft: Annotated[int, typer.Option(help="Soft tokens before each pack, and behind.")] = 8,
     steps: Annotated[int, typer.Option(help="Most steps.")] = 1000,

@@ -19,7 +19,7 @@ from rich.console import Group
 
 from kp_cli import waiting
 from kp_cli.options import JsonFlag, ModelOptions, spread
-from kp_cli.output import ERRORS, table_of, tell
+from kp_cli.output import ERRORS, message_of, table_of, tell
 from kp_core import KnowledgePack, KVTensors, PackStore
 
 _PACKAGES = "torch transformers chromadb scikit-learn sentence-transformers langchain-core llama-index-core vllm"
@@ -84,15 +84,20 @@ def _measured(model: ModelOptions, place: str) -> dict[str, Any]:
         began = time.perf_counter()
         pack = session.build_pack(text)
         pace = len(pack.prefix + pack.token_ids) / (time.perf_counter() - began)
-        speed = _store_speed(pack, place)
+        try:
+            speed = _store_speed(pack, place)
+        except ERRORS as error:
+            report["store"] = f"cannot be measured: {message_of(error)}"
+            speed = None
     size = pack.nbytes / len(pack.token_ids)
     if session.state_bytes:
         report["state_bytes"] = session.state_bytes
+    report |= {"kv_bytes_per_token": round(size), "prefill_tokens_per_s": round(pace)}
+    if speed is not None:
+        report["store_mb_per_s"] = round(speed / 1e6)
+        from_store = f"{1000 * size / speed:.3f} s from the store"
+        report["pack_of_1000_tokens"] = f"takes {from_store}, {1000 / pace:.3f} s from text"
     return report | {
-        "kv_bytes_per_token": round(size),
-        "prefill_tokens_per_s": round(pace),
-        "store_mb_per_s": round(speed / 1e6),
-        "pack_of_1000_tokens": f"takes {1000 * size / speed:.3f} s from the store, {1000 / pace:.3f} s from text",
         "advice": f"store KV where the store gives more than {size * pace / 1e6:,.1f} MB a second; "
         "elsewhere keep packs lazy: computing is faster",
     }
@@ -103,7 +108,9 @@ def _store_speed(pack: KnowledgePack, place: str) -> float:
     if pack.kv is not None:
         pack = replace(pack, kv=KVTensors.concat([pack.kv] * _TIMES), token_ids=pack.token_ids * _TIMES)
     is_folder = "://" not in place
-    with tempfile.TemporaryDirectory(prefix="kp-", dir=place if is_folder else None) as folder:
+    # A folder that is still to be made lies where the nearest one above it does.
+    there = next(filter(Path.exists, (Path(place), *Path(place).parents)), None) if is_folder else None
+    with tempfile.TemporaryDirectory(prefix="kp-", dir=there) as folder:
         store = PackStore(folder if is_folder else f"{place}/{Path(folder).name.replace('_', '-')}", secret="0" * 64)
         try:
             handle = store.put(pack)

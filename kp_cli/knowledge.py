@@ -115,7 +115,7 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
         if replace:
             _collect(collection, folder)
         if not as_json:
-            console().print(_summary(added, len(skipped), len(collection)))
+            console().print(_summary(added, len(skipped), len(collection), is_empty=is_empty))
         if session is not None:
             delivery = Delivery(collection, session, folder, unit=unit, kv=kv, compress=compress or "none")
             report["plan"] = _compile(delivery, session, as_json=as_json)
@@ -161,7 +161,8 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
     report |= {"text": pack.text, "how": pack.history[-1].how}
     message = "\n".join(errata) or f"It says now: {pack.text}"
     if is_store(place) and is_collection(str(Path(place).parent)):
-        message += f"\nThe facts of {Path(place).parent} stay as they are; `kp edit {Path(place).parent} ID` edits one."
+        parent = Path(place).parent
+        message += f"\nThe facts of {parent} stay as they are; `kp edit {shlex.quote(str(parent))} ID` edits one."
     tell(report, f"{new_handle} in place of {old_handle}: {len(pack.token_ids)} tokens.\n{message}", as_json=as_json)
 
 
@@ -215,7 +216,7 @@ def remove(  # noqa: PLR0913 - one parameter per option
             packs = report["packs"] = len(Delivery(collection, None, folder, namespace=namespace).orphans())
             message = f"Packs that would be removed: {packs}."
         if matching and not dry_run:
-            where = "FOLDER` on its server" if collection.path is None else f"{collection.path}`"
+            where = "FOLDER` on its server" if collection.path is None else f"{shlex.quote(str(collection.path))}`"
             message += (
                 f" Chroma's files still hold their text: `chroma vacuum --path {where} clears all but the log of its "
                 "last thousand changes."
@@ -250,9 +251,9 @@ def _ingest(collection: ChromaFactStore, facts: Iterable[Fact], files: Iterable[
     return added
 
 
-def _summary(added: Added, skipped: int, facts: int) -> str:
+def _summary(added: Added, skipped: int, facts: int, *, is_empty: bool) -> str:
     lines = [f"Facts added: {added.added}; already stored: {added.duplicates}; rows skipped: {skipped}."]
-    if not (added.added or added.duplicates or skipped):
+    if not (is_empty or added.added or added.duplicates or added.superseded or skipped):
         types = "JSON lines, CSV, text, Markdown, Word, PDF and HTML"
         lines.append(f"Nothing was found there. {types} are read; `kp build --help` says more.")
     if corrected := added.superseded:
@@ -307,7 +308,9 @@ def _collect(facts: ChromaFactStore, folder: str, namespace: str | None = None) 
 
 
 def _full_id(prefix: str, facts: FactStore) -> str:
-    """The id that is or begins with `prefix`. Raises `FactError` if none does, or several do."""
+    """The id that is or begins with `prefix`. Raises `FactError` if none does, or several do, and for a blank one."""
+    if not prefix.strip():  # All begin with it.
+        raise FactError(f"Got the id {prefix!r}; expected an id, or its first characters. `kp search` shows ids.")
     if any(facts.facts(ids=[prefix])):
         return prefix
     ids = [fact.id for fact in facts.facts()]

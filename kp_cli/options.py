@@ -45,6 +45,8 @@ Namespace = Annotated[
     str | None,
     typer.Option(help="Namespace of the facts.", callback=lambda name: None if name is None else check_namespace(name)),
 ]
+MOST_FACTS = 10**6
+"""The most that a search can be asked for."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kp_cli.options import JsonFlag, Namespace, Place, PlaceOptions, Where, filter_of, is_store, spread
+from kp_cli.options import MOST_FACTS, JsonFlag, Namespace, Place, PlaceOptions, Where, filter_of, is_store, spread
 from kp_cli.output import about_hit, console, sourced, tell
 from kp_core import Handle
 
@@ -17,7 +17,7 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
     place: Place,
     question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to look for.")],
     *,
-    k: Annotated[int, typer.Option("-k", min=1, help="How many facts.")] = 4,
+    k: Annotated[int, typer.Option("-k", min=1, max=MOST_FACTS, help="How many facts.")] = 4,
     where: Where = None,
     namespace: Namespace = None,
     options: PlaceOptions,

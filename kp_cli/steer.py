@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +52,7 @@ def list_presets(*, as_json: JsonFlag = False) -> None:
 @spread
 def make(  # noqa: PLR0913 - one parameter per option or group of options
     pairs: Annotated[str, typer.Argument(metavar="PAIRS", help="A preset, or a JSON file of pairs.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", dir_okay=False, help="The file to write.")],
     *,
     method: Annotated[Method, typer.Option(help="Values in mean, or keys and values at the last token.")] = "mean",
     layers: Annotated[
@@ -69,7 +70,8 @@ def make(  # noqa: PLR0913 - one parameter per option or group of options
     of_model = model.model or model.engine or "the bundled SmolLM2-135M-Instruct"
     steering = replace(steering, provenance={**steering.provenance, "pairs": pairs, "of": of_model})
     save_steering(steering, out)
-    _show(out, steering, f"`kp ask COLLECTION QUESTION --steering {out}` answers with it.", as_json=as_json)
+    next_step = f"`kp ask COLLECTION QUESTION --steering {shlex.quote(str(out))}` answers with it."
+    _show(out, steering, next_step, as_json=as_json)
 
 
 @steer.command()

@@ -187,6 +187,7 @@ def overwrite(
 
 def replaced(text: str, old: str, new: str) -> str:
     """`text` with its only `old` replaced by `new`; raises as `amend`."""
+    _check_words(old, new)
     start, stop = _find(text, old, new)
     return text[:start] + new + text[stop:]
 
@@ -280,13 +281,14 @@ def _corrected(pack: KnowledgePack, old: str, new: str) -> tuple[list[Correction
     `old` is text that is valid now, or the original text of a corrected field.
     """
     base, existing = _base(pack), pack.edits.corrections
+    _check_words(old, new)
     text = _applied(base, existing)
     try:
         start, stop = _find(text, old, new)
     except PackError:
         # `old` may be the original text of a corrected field.
         originals = [entry for entry in existing if base[entry.start : entry.stop] == old]
-        if len(originals) != 1 or not new.strip():
+        if len(originals) != 1:
             raise
         return [entry for entry in existing if entry is not originals[0]], replace(originals[0], new=new)
     places, shift = {}, 0
@@ -318,16 +320,21 @@ def _line(base: str, each: Correction, others: Sequence[Correction]) -> str:
     return _WORDING.format(old=base[each.start : each.stop], sentence=f"{head}{each.new}{tail}")
 
 
+def _check_words(old: object, new: object) -> None:
+    """Raise `PackError` unless both are texts that are not blank."""
+    for name, value in (("old", old), ("new", new)):
+        if not isinstance(value, str) or not value.strip():
+            raise PackError(
+                f"Got {name}={value!r}; expected words. To take a statement out, `rebuild` the pack from a text "
+                "without it."
+            )
+
+
 def _find(text: str, statement: str, replacement: str) -> tuple[int, int]:
     """Start and stop of `statement` in `text`, in characters; it must match whole words.
 
-    Raises `PackError` unless it occurs exactly once, for a blank statement or `replacement`, and if both are equal.
+    Raises `PackError` unless it occurs exactly once, and if it is equal to `replacement`.
     """
-    if not statement.strip() or not replacement.strip():
-        name, value = ("old", statement) if not statement.strip() else ("new", replacement)
-        raise PackError(
-            f"Got {name}={value!r}; expected words. To take a statement out, `rebuild` the pack from a text without it."
-        )
     if statement == replacement:
         raise PackError(f"Got {statement!r} as the old and as the new text; expected another text.")
     before, behind = (r"\b" if edge.isalnum() else "" for edge in (statement[0], statement[-1]))

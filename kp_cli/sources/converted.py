@@ -134,7 +134,8 @@ def _page(path: Path, number: int, convert: _Convert, *, is_nested: bool) -> str
 def _facts_of(text: str, max_chars: int, title: str = "") -> Iterator[dict[str, object]]:
     """Facts of Markdown that was made of another format, whose lines are not lines of the file."""
     text = _HEADLESS.sub("\n\n|  |\n| --- |\n", _IMAGE.sub(r"\1", text))
-    for _, fields in paragraphs(enumerate(text.splitlines(), start=1), max_chars, markdown=True):
+    lines = ((number, line, None) for number, line in enumerate(text.splitlines(), start=1))
+    for _, fields in paragraphs(lines, max_chars, markdown=True):
         if isinstance(fields, Mapping):  # None is an error, since no line is.
             yield {"text": fields["text"], "title": fields["title"] or title}
 

@@ -20,6 +20,8 @@ STDIN = "-"
 
 Draft: TypeAlias = tuple[str, Mapping[str, object] | FactError]
 """A place in a file ("line 3"), with the fields of the fact there, or what is wrong there."""
+_Line: TypeAlias = tuple[int, str, FactError | None]
+"""A line with its number from 1, and why it cannot be read."""
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _HEADING = re.compile(r"(#{1,6})\s+(.*)$")
@@ -28,6 +30,7 @@ _NUMBER = re.compile(r"[-+(]?[$€£]?\s?\d[\d.,' ]*\s?[%$€£)]?")
 _PIPE = re.compile(r"(?<!\\)\|")
 _RULE = re.compile(r"(?=.*-)(?=.*\|)[|: \t-]+")
 _LONGEST_NAME = 60
+_UNREADABLE = "?\r?"  # In place of a line that cannot be read. What was read as lines has no carriage return.
 
 
 def read_text(path: Path, max_chars: int, encoding: str | None = None, *, markdown: bool = False) -> Iterator[Draft]:
@@ -35,25 +38,25 @@ def read_text(path: Path, max_chars: int, encoding: str | None = None, *, markdo
     yield from paragraphs(_lines_of(path, encoding), max_chars, markdown=markdown)
 
 
-def _lines_of(path: Path, encoding: str | None) -> Iterator[tuple[int, str | FactError]]:
-    """Yield the lines of a text file with their numbers from 1; a line not in `encoding` (UTF-8) is an error."""
+def _lines_of(path: Path, encoding: str | None) -> Iterator[_Line]:
+    """Yield the lines of a text file; those not in `encoding` (UTF-8) with the error, and what can be read of them."""
     encoding, is_stdin = encoding or "UTF-8", str(path) == STDIN
     file = io.TextIOWrapper(sys.stdin.buffer if is_stdin else path.open("rb"), encoding, "surrogateescape")
     try:
         for number in itertools.count(1):
+            fault = None
             try:
                 line = file.readline()
                 # Invalid bytes become lone surrogates, which cannot be encoded.
                 line.encode()
             except UnicodeEncodeError as error:
-                yield number, FactError(f"is not {encoding} (at character {error.start + 1})")
-                continue
+                fault = FactError(f"is not {encoding} (at character {error.start + 1})")
             except UnicodeError as error:  # UTF-16 without a byte order mark raises a plain UnicodeError.
-                yield number, FactError(f"is not {encoding} ({getattr(error, 'reason', error)})")
+                yield number, _UNREADABLE, FactError(f"is not {encoding} ({getattr(error, 'reason', error)})")
                 return
             if not line:
                 return
-            yield number, (line.removeprefix("\ufeff") if number == 1 else line).rstrip("\n")
+            yield number, (line.removeprefix("\ufeff") if number == 1 else line).rstrip("\n"), fault
     finally:
         buffer = file.detach()
         if not is_stdin:
@@ -61,11 +64,12 @@ def _lines_of(path: Path, encoding: str | None) -> Iterator[tuple[int, str | Fac
 
 
 def paragraphs(  # noqa: C901 - one pass over the lines
-    source: Iterable[tuple[int, str | FactError]], max_chars: int, *, markdown: bool
+    source: Iterable[_Line], max_chars: int, *, markdown: bool
 ) -> Iterator[Draft]:
     """Yield what stands between blank lines; of Markdown also fenced blocks and table rows, under the headings above.
 
-    A heading with nothing below it is a paragraph itself.
+    A heading with nothing below it is a paragraph itself. A line that cannot be read is an error, and its paragraph,
+    block or row is left out.
     """
     lines: list[str] = []
     headings: list[tuple[int, str]] = []  # Levels and names of those above.
@@ -79,15 +83,14 @@ def paragraphs(  # noqa: C901 - one pass over the lines
     def flush() -> Iterator[Draft]:
         nonlocal bare
         for number, text in _with_rows(lines, begun) if markdown else [(begun, "\n".join(lines))]:
-            for draft in drafts(number, text, headings):
+            for draft in drafts(number, text, headings) if _UNREADABLE not in text else ():
                 bare = 0
                 yield draft
         lines.clear()
 
-    for number, line in source:
-        if isinstance(line, FactError):
-            yield f"line {number}", line
-            continue
+    for number, line, fault in source:
+        if fault is not None:
+            yield f"line {number}", fault
         mark = _FENCE.match(line.strip()) if markdown else None
         heading = _HEADING.match(line) if markdown and not fence else None
         if (not line.strip() and not fence) or heading:
@@ -96,12 +99,16 @@ def paragraphs(  # noqa: C901 - one pass over the lines
                 if bare and len(heading[1]) <= headings[-1][0]:
                     yield from drafts(bare, headings[-1][1], headings[:-1])
                 headings = [above for above in headings if above[0] < len(heading[1])]
-                headings.append((len(heading[1]), heading[2].rstrip("#").rstrip()))
-                bare = number
+                bare = 0
+                if fault is None:  # Below one that cannot be read stand the titles above it.
+                    headings.append((len(heading[1]), heading[2].rstrip("#").rstrip()))
+                    bare = number
             continue
         if not lines:
             begun = number
-        lines.append(line)
+        if fault is not None:
+            bare = 0
+        lines.append(line if fault is None else _UNREADABLE)
         if mark and (not fence or (line.strip() == mark[1] and mark[1].startswith(fence))):
             fence = "" if fence else mark[1]
     yield from flush()
@@ -175,10 +182,10 @@ def _has_header(rows: Sequence[Sequence[str]]) -> bool:
 
 def read_json_lines(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]:
     """Yield one object per line."""
-    for number, line in _lines_of(path, encoding):
+    for number, line, fault in _lines_of(path, encoding):
         row: Mapping[str, object] | FactError
-        if isinstance(line, FactError):
-            row = line
+        if fault is not None:
+            row = fault
         elif not line.strip():
             continue
         else:
@@ -193,27 +200,31 @@ def read_json_lines(path: Path, _: int, encoding: str | None = None) -> Iterator
 
 def read_csv(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]:  # noqa: C901 - one pass
     """Yield one record per row; the first line has the names. Without a column `text`, the whole row is the text."""
-    bad: list[Draft] = []
+    faults: list[Draft] = []  # Of the lines of one row.
 
-    def good() -> Iterator[str]:
-        for number, line in _lines_of(path, encoding):
-            if isinstance(line, FactError):
-                bad.append((f"line {number}", line))
-            else:
-                yield line + "\n"
+    def lines() -> Iterator[str]:
+        for number, line, fault in _lines_of(path, encoding):
+            if fault is not None:
+                faults.append((f"line {number}", fault))
+            yield line + "\n"
 
-    rows = csv.reader(good(), strict=True)
+    rows = csv.reader(lines(), strict=True)
     names: list[str] = []
     while True:
+        faults.clear()
         try:
             row = next(rows, None)
         except csv.Error as error:
-            yield f"line {rows.line_num}", FactError(f"is not CSV ({error})")
-            continue
-        if row is None:
-            break
+            row = []
+            faults.append((f"line {rows.line_num}", FactError(f"is not CSV ({error})")))
         place = f"line {rows.line_num}"
-        if not names:
+        if faults:
+            yield faults[0]
+            if not names:
+                return
+        elif row is None:
+            return
+        elif not names:
             names = row
             if "text" not in names and not _are_names(names):
                 reason = f"got the columns {names}; expected one called `text`, or two names and more"
@@ -224,4 +235,3 @@ def read_csv(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]
             yield place, fields if "text" in names else {"text": _named(names, row), "metadata": fields}
         elif row:
             yield place, FactError(f"got {len(row)} cells; expected {len(names)}")
-    yield from bad

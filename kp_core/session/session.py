@@ -177,11 +177,13 @@ class Session(Shared):
         `done` are keys to skip, such as those of an interrupted run. `options` are those of `generate`, for all
         requests. An error in one request ends the run. Leaving the loop ends the requests under way.
         """
-        if at_once < 1:
-            raise OptionError(f"Got at_once={at_once}; expected at least 1.")
+        if not isinstance(at_once, int) or at_once < 1:
+            raise OptionError(f"Got at_once={at_once!r}; expected a whole number of at least 1.")
+        if not isinstance(done, Container):
+            raise OptionError(f"Got done={done!r}; expected a set or list of keys.")
         if "cancel" in options:
             raise OptionError("Got cancel=; leave the loop to stop, which ends what is under way.")
-        pairs = requests.items() if isinstance(requests, Mapping) else requests
+        pairs = map(_checked_pair, requests.items() if isinstance(requests, Mapping) else requests)
         todo = [(key, each if isinstance(each, Mapping) else {"messages": each}) for key, each in pairs]
         # A request reuses the KV of earlier ones with the same beginning, and they are decoded over the same keys.
         todo.sort(key=lambda pair: _beginning(pair[0], **pair[1]))
@@ -522,6 +524,13 @@ class Session(Shared):
         with suppress(ModelError):  # The next such request tries again.
             for pack, plan in learned:
                 self.when_idle(partial(stored, pack, plan))
+
+
+def _checked_pair(request: tuple[Key, Any]) -> tuple[Key, Any]:
+    """`request`. Raises `OptionError` unless it is a pair: a text of two letters is none."""
+    if not isinstance(request, tuple | list) or len(request) != 2:
+        raise OptionError(f"Got the request {request!r}; expected a pair of its key and a conversation.")
+    return request
 
 
 def _beginning(key: object, messages: Any = None, packs: Iterable[Any] | None = None, **_: object) -> str:  # noqa: ANN401

@@ -119,6 +119,8 @@ def test_rows_that_make_no_fact_stop_a_build_or_are_counted(kp: Kp, tmp_path: Pa
         (["search", "bank", " "], 1, "blank question"),
         (["search", "bank", "x", "--where", "{"], 1, "expected JSON"),
         (["search", "bank", "x", "-k", "0"], 2, "-k"),
+        (["search", "bank", "x", "-k", "99999999999"], 2, "-k"),
+        (["ask", "bank", "x", "-k", "99999999999"], 2, "-k"),
         (["build", "new", "fact.jsonl"], 1, "Did you mean facts.jsonl?"),
         (["build", "new", "--compile"], 2, "neither files nor --fact"),
         (["build", "new", "facts.jsonl", "--encoding", "utf-9"], 1, "Got encoding='utf-9'"),
@@ -129,6 +131,7 @@ def test_rows_that_make_no_fact_stop_a_build_or_are_counted(kp: Kp, tmp_path: Pa
         (["remove", "bank", "mil"], 0, ""),
         (["remove", "bank", "b"], 1, "the ids of 2 facts begin so"),
         (["remove", "bank", "mlil"], 1, "Did you mean mill?"),
+        (["remove", "bank", "mill", ""], 1, "Got the id ''; expected an id, or its first characters."),
         (["remove", "nothing", "--unused"], 1, "There is no collection in nothing"),
         (["status", "nothing"], 1, "neither a collection"),
         (["verify", "nothing"], 1, "neither a collection"),
@@ -272,6 +275,28 @@ def test_a_reader_that_has_enough_ends_a_command_quietly(bank: Path, options: li
         _, err = process.communicate()
         assert all(b" ..." in line for line in err.splitlines()), err
         assert process.returncode == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="This machine has no full device.")
+def test_output_that_cannot_be_written_is_an_error_of_one_line(bank: Path) -> None:
+    with (
+        Path("/dev/full").open("wb") as full,
+        started("status", str(bank), "--json", stdout=full, stderr=subprocess.PIPE) as process,
+    ):
+        _, err = process.communicate()
+    assert process.returncode == 1
+    assert [line for line in err.decode().splitlines() if not line.endswith(" ...")] == [
+        "kp: OSError: [Errno 28] No space left on device"
+    ]
+
+
+def test_doctor_measures_where_a_store_will_be_and_leaves_nothing(kp: Kp, tmp_path: Path, at_once: None) -> None:
+    about = as_json(kp("doctor", "--packs", "new/packs", "--json"))["model"]
+    assert (about["supported"], about["store_mb_per_s"] > 0, list(tmp_path.glob("*"))) == (True, True, [])
+    (tmp_path / "file").touch()
+    about = as_json(kp("doctor", "--packs", "file", "--json"))["model"]
+    assert (about["supported"], "cannot be measured: " in about["store"]) == (True, True)
+    assert "advice" in about
 
 
 @pytest.mark.slow

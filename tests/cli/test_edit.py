@@ -35,6 +35,7 @@ def test_a_fact_is_corrected_and_found_so(kp: Kp, bank: Path, tmp_path: Path) ->
         (("mill", "--old", "five", "--new", "six"), "does not say 'five'"),
         (("mill", "--old", "four", "--new", " "), "expected words"),
         (("nobody", "--old", "four", "--new", "six"), "none of the 4 facts has it"),
+        (("", "--old", "four", "--new", "six"), "Got the id ''; expected an id"),
     ],
 )
 def test_what_cannot_be_edited_is_said(kp: Kp, bank: Path, arguments: tuple[str, ...], said: str) -> None:
@@ -53,6 +54,7 @@ def test_knowledge_is_read_again_after_a_correction(kp: Kp, tmp_path: Path) -> N
     code, out, _ = kp("build", "isles", str(source))
     assert code == 0
     assert "left as they are" in out
+    assert "Nothing was found" not in out
     assert hit["id"] in out
     [now] = as_json(kp("search", "isles", "mill of Harrow", "-k", "1", "--json"))["hits"]
     assert now["text"] == "The mill of Harrow has six sails."

@@ -60,6 +60,7 @@ def test_bad_input_is_one_line(kp: Kp, documents: Path, tmp_path: Path) -> None:
         assert (code, said in error) == (1, True), error
         assert not (tmp_path / "w").exists()
     assert kp("packet", "train", str(documents), "-o", "w", "--tokens", "8", "many", *TINY)[0] == 2
+    assert "'.' is a directory" in kp("packet", "train", str(documents), "-o", ".", *SMALL, *TINY)[2]
 
 
 def test_documents_are_read_before_a_model_is_loaded(kp: Kp) -> None:

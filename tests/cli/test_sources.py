@@ -118,6 +118,28 @@ def test_what_cannot_be_read_is_named_by_file_and_line(tmp_path: Path, name: str
     assert str(raised.value) == f"{str(error).rstrip('.')}; `--on-error skip` leaves it out."
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "places", "texts"),
+    [
+        ("a.txt", b"At seven,\nnot in \xe9t\xe9,\nfrom the pier.\n\nOther.\n", ["line 2"], [("Other.", "")]),
+        ("a.md", b"# A\n```\nx\n\n\xe9\n```\n# B\nb\n## \xc4\nc\n", ["line 5", "line 9"], [("b", "B"), ("c", "B")]),
+        ("a.md", b"Table:\na|b\n-|-\n1|2\n3|\xe9\n5|6\n", ["line 5"], [("a: 1; b: 2", ""), ("a: 5; b: 6", "")]),
+        ("a.md", b"a|\xe9\n-|-\n1|2\n\nb\n", ["line 1"], [("b", "")]),
+        ("a.csv", b'id,text\n1,"good\nbad \xe9,\n\xe9"\n2,"two\nlines"\n', ["line 3"], [("two\nlines", "")]),
+        ("a.csv", b"Name,Gr\xf6\xdfe,Ort\nAlpha,klein,Veyl\nBeta,viel,Sorrel\n", ["line 1"], []),
+        ("a.csv", b'"text" b,title\ntext,title\na,b\n', ["line 1"], []),
+    ],
+    ids=["text", "markdown", "table", "names", "cell", "header", "quotes"],
+)
+def test_what_has_an_unreadable_line_is_left_out_as_a_whole(
+    tmp_path: Path, name: str, content: bytes, places: list[str], texts: list[tuple[str, str]]
+) -> None:
+    path, skipped = written(tmp_path / name, content), list[FactError]()
+    found = [(fact.text, fact.title) for fact in read_facts(path, on_error="skip", skipped=skipped.append)]
+    expected = [(f"Table. {text}" if text.startswith("a: ") else text, title) for text, title in texts]
+    assert (found, [str(error).split(", ")[1].split(":")[0] for error in skipped]) == (expected, places)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FactError, match="There is no file"):
         list(read_facts(tmp_path / "nothing.txt"))

@@ -79,11 +79,14 @@ def test_make_and_show(kp: Kp, tiny: None, tmp_path: Path) -> None:
     assert shown["coherent"] == [-1, 2]
 
 
-def test_a_steering_of_keys_says_so(kp: Kp, tiny: None) -> None:
-    assert kp("make", "pairs.json", "-o", "keys", "--method", "last_token", "--layers", "0.0-1.0")[0] == 0
-    code, out, _ = kp("show", "keys")
+def test_a_steering_of_keys_says_so_and_steers_answers(kp: Kp, tiny: None) -> None:
+    code, out, _ = kp("make", "pairs.json", "-o", "of keys", "--method", "last_token", "--layers", "0.0-1.0")
+    assert (code, "`kp ask COLLECTION QUESTION --steering 'of keys'` answers with it." in out) == (0, True)
+    code, out, _ = kp("show", "of keys")
     assert code == 0
     assert [line.split()[3] for line in out.splitlines() if " keys " in line][-1] == "yes"
+    assert run(["build", "bank", "--fact", "The bird on the flag is a heron."]) == 0
+    assert run(["ask", "bank", "Which bird?", "--steering", "of keys", "--max-tokens", "2", *TINY]) == 0
 
 
 @pytest.mark.slow
@@ -141,6 +144,7 @@ def test_ask_speaks_as_a_steering_says(
         (["make", "pairs.json", "-o", "s", "--layers", "0-99"], 1, "model of 2 layers"),
         (["make", "pairs.json", "-o", "s", "--layers", "top"], 2, "expected 0.33-0.67 or 10-19"),
         (["make", "pairs.json", "-o", "s", "--method", "median"], 2, "'median' is not one of 'mean', 'last_token'"),
+        (["make", "pairs.json", "-o", "."], 2, "'.' is a directory"),
         (["show", "nothing"], 1, "nothing"),
         (["show", "pairs.json"], 1, "no intact steering"),
         (

@@ -34,6 +34,7 @@ def test_a_plan_says_what_compiling_takes(kp: Kp, bank: Path) -> None:
     assert (done["tokens"], done["bytes"]) == (packs["tokens"], pytest.approx(packs["bytes"], rel=0.1))
     again = as_json(kp(*COMPILE, "--json"))["plan"]
     assert (again["packs"], again["stored"]) == (0, 4)
+    assert "Nothing was found" not in kp(*COMPILE)[1]
 
 
 @pytest.mark.parametrize("compress", ["none", "lossless"])
@@ -101,6 +102,19 @@ def test_what_is_removed_goes_with_its_packs(kp: Kp, bank: Path) -> None:
     code, _, err = kp("remove", "bank", "--source", "other")
     assert code == 1
     assert "Got the source 'other'; no such fact has it. Write it as `kp search` shows it." in " ".join(err.split())
+
+
+def test_what_to_do_next_can_be_pasted_for_any_path(kp: Kp, bank: Path) -> None:
+    bank.rename("a b")
+    assert "`kp build 'a b' --compile`" in " ".join(kp("status", "a b")[1].split())
+    assert kp("build", "a b", "--compile", *TINY)[0] == 0
+    assert "`chroma vacuum --path 'a b'`" in " ".join(kp("remove", "a b", "bread")[1].split())
+    next(Path("a b/packs").glob("packs/*/*/*.safetensors")).write_bytes(b"damaged")
+    with ChromaFactStore("a b") as facts:
+        facts.delete([fact.id for fact in facts.facts()])
+    said = " ".join(kp("verify", "a b")[1].split())
+    assert "`kp remove 'a b' --unused`" in said
+    assert "`kp verify 'a b' --repair`" in said
 
 
 def test_packs_of_an_old_text_go_with_it(kp: Kp, bank: Path) -> None:

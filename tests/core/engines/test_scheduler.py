@@ -453,7 +453,11 @@ def test_many_requests_come_as_they_are_done_and_an_interrupted_run_goes_on(aske
     assert found | rest == expected
     with pytest.raises(OptionError, match="'a' has no messages"):
         engine.generate_many({"a": {"max_tokens": 3}})
-    with pytest.raises(OptionError, match="at_once=0"):
-        engine.generate_many({}, at_once=0)
+    for option in ({"at_once": 0}, {"at_once": "2"}, {"done": None}):
+        with pytest.raises(OptionError, match="Got {}={!r}; expected".format(*next(iter(option.items())))):
+            engine.generate_many({}, **option)
+    for wrong in ("Hello", "ab", {"role": "user", "content": "Hello"}):
+        with pytest.raises(OptionError, match="expected a pair of its key and a conversation"):
+            engine.generate_many([wrong])
     with pytest.raises(OptionError, match="temprature"):
         list(engine.generate_many({"a": "Hello"}, temprature=1.0, progress=False))
