@@ -204,7 +204,7 @@ def remove(  # noqa: PLR0913 - one parameter per option
         if not unused:
             full_ids = [_full_id(prefix, collection) for prefix in ids] if ids else None
             where_all = {"$and": tests} if tests else None
-            matching = list(collection.facts(ids=full_ids, where=where_all, namespace=namespace))
+            matching = list(collection.stored(ids=full_ids, where=where_all, namespace=namespace))
         report: dict[str, Any] = {"removed": [fact.id for fact in matching], "dry_run": dry_run}
         message = f"Facts that would be removed: {len(matching)}."
         if not dry_run:
@@ -311,9 +311,9 @@ def _full_id(prefix: str, facts: FactStore) -> str:
     """The id that is or begins with `prefix`. Raises `FactError` if none does, or several do, and for a blank one."""
     if not prefix.strip():  # All begin with it.
         raise FactError(f"Got the id {prefix!r}; expected an id, or its first characters. `kp search` shows ids.")
-    if any(facts.facts(ids=[prefix])):
+    if any(facts.stored(ids=[prefix])):
         return prefix
-    ids = [fact.id for fact in facts.facts()]
+    ids = [fact.id for fact in facts.stored()]
     matching_ids = {full_id for full_id in ids if full_id.startswith(prefix)}
     if len(matching_ids) == 1:
         return matching_ids.pop()

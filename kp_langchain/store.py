@@ -90,7 +90,7 @@ class KnowledgePackStore(BaseStore):
 
     `facts` is by default in Chroma at `path`, or in memory, with `embedder` (by default the bundled MiniLM). Each
     namespace of LangGraph is one of ours (`namespace_of`). `ttl` is LangGraph's: expired items are never returned, and
-    `sweep_ttl` deletes their packs.
+    `sweep_ttl` deletes them and their packs.
 
     In a filter, values that cannot be ordered do not match. Raises `FactError` for a value that JSON cannot express or
     a ttl of 0 minutes or less, `PackError` for a text longer than half of the model's positions.
@@ -145,8 +145,9 @@ class KnowledgePackStore(BaseStore):
         return await asyncio.to_thread(self.batch, list(ops))
 
     def sweep_ttl(self) -> int:
-        """Remove the packs of items that have expired or were deleted. Returns their number."""
-        return sum(len(self._deliver(namespace=name).gc()) for name in self._names())
+        """Remove expired items, and packs whose items have expired or were deleted. Returns the number of packs."""
+        held = {handle.namespace for handle in self._packs}
+        return sum(len(self._deliver(namespace=name).gc()) for name in self._facts.purge(_PREFIX) if name in held)
 
     def _read(self, namespace: str, key: str) -> list[Fact]:
         return [fact for fact in self._facts.facts(ids=[_id(key)], namespace=namespace) if _is_item(fact)]
@@ -156,15 +157,16 @@ class KnowledgePackStore(BaseStore):
         facts_with_ttl = [(fact, _about(fact).get("ttl")) for fact, _ in found] if refresh else []
         renewed = [replace(fact, expires=time.time() + 60 * ttl) for fact, ttl in facts_with_ttl if ttl is not None]
         if renewed:
-            self._facts.add(renewed, overwrite=True)
+            self._facts.renew(renewed)
         packs = self._delivery.deliver([Hit(fact, score or 0.0) for fact, score in found])
         return [PackItem(fact, pack, score) for (fact, score), pack in zip(found, packs, strict=True)]
 
     def _put(self, ops: Sequence[PutOp]) -> None:
         new_facts = [self._fact(op) for op in ops if op.value is not None]
         for op in ops:
-            if op.value is None and (removed := self._read(namespace := namespace_of(op.namespace), op.key)):
-                self._deliver(namespace=namespace).delete([fact.id for fact in removed])
+            namespace = namespace_of(op.namespace)
+            if op.value is None and any(map(_is_item, self._facts.stored(ids=[_id(op.key)], namespace=namespace))):
+                self._deliver(namespace=namespace).delete([_id(op.key)])
         if new_facts:
             # Refuse texts that cannot be packs; otherwise searches would find them again and again.
             self._delivery.refuse_unreadable(new_facts)
@@ -209,15 +211,17 @@ class KnowledgePackStore(BaseStore):
         if not (op.query or "").strip():
             return list(itertools.islice(held(), start, stop))
         hits: list[Hit] = []
-        limit = stop if spaces else 0
-        while limit and len(hits) < stop:
+        limit = stop + 1 if spaces and stop else 0
+        while limit:
             # One namespace is searched alone; for several, all facts are.
             nearest = self._facts.search(op.query or "", limit, namespace=spaces[0] if len(spaces) == 1 else None)
             hits = [hit for hit in nearest if _UNSEARCHED not in hit.fact.metadata and passes(hit.fact)]
-            limit = limit * _GROWTH if len(nearest) == limit else 0
-        hits = hits[start:stop]
-        unsearched = itertools.islice(held({_UNSEARCHED: True}), stop - start - len(hits))
-        return [*((hit.fact, hit.score) for hit in hits), *unsearched]
+            # Equal scores have one order on every page once all of them are here.
+            is_whole = len(nearest) < limit or (len(hits) >= stop and hits[stop - 1].score > nearest[-1].score)
+            limit = 0 if is_whole else limit * _GROWTH
+        first, last = (max(0, at - len(hits)) for at in (start, stop))
+        unsearched = itertools.islice(held({_UNSEARCHED: True}), first, last)
+        return [*((hit.fact, hit.score) for hit in hits[start:stop]), *unsearched]
 
     def _names(self) -> list[str]:
         return [name for name in self._facts.namespaces() if name.startswith(_PREFIX)]

@@ -242,6 +242,13 @@ class ChromaFactStore(FactStore):
         texts = [fact.text for fact in facts]
         self._call(collection, "upsert", ids=ids, embeddings=vectors, documents=texts, metadatas=metadatas)
 
+    def _set_expires(self, space: str, times: Mapping[str, float | None]) -> None:
+        ids = list(times)
+        for at in range(0, len(ids), _PAGE):
+            page = ids[at : at + _PAGE]
+            metadatas = [{_OURS + "expires": times[fact_id]} for fact_id in page]
+            self._call(self._collection(space), "update", ids=page, metadatas=metadatas)
+
     def _remove(self, space: str, ids: Sequence[str]) -> None:
         for at in range(0, len(ids), _PAGE):
             self._call(self._collection(space), "delete", ids=list(ids[at : at + _PAGE]))

@@ -32,6 +32,7 @@ KV: TypeAlias = Literal["stored", "lazy"]
 Precompile: TypeAlias = Literal["idle", "now"]
 
 _QUIET_S = 0.2  # Between the end of a request and background compiling.
+_BATCH = 1000  # Digests per query; SQLite takes at most 32,766 values.
 _GROWTH = 4  # Facts fetched per wanted unit, and the growth factor if those were too few.
 
 
@@ -97,13 +98,17 @@ class Delivery:
     def add(self, facts: Iterable[Fact], *, overwrite: bool = False, progress: bool = True) -> Added:
         """Add `facts` (those without a namespace to this one) and compile their units.
 
-        With `overwrite` (see `FactStore.add`), packs of replaced texts are deleted.
+        Packs of expired facts in their namespaces are deleted and, with `overwrite` (see `FactStore.add`), those of
+        replaced texts.
         """
         self._compiler  # noqa: B018 - missed before anything is stored
         facts = [fact.moved(self.namespace) for fact in facts]
         texts = {(fact.namespace, fact.id): fact.text for fact in facts} if overwrite else {}
         stored = self.facts.facts(ids=[fact_id for _, fact_id in texts], namespace=self.namespace) if texts else ()
         outdated = [fact for fact in stored if texts.get((fact.namespace, fact.id), fact.text) != fact.text]
+        expired: Filter = {"kp:expires": {"$lte": time.time()}}
+        for space in dict.fromkeys(fact.namespace for fact in facts):
+            outdated += self.facts.stored(where=expired, namespace=space)  # The fact store removes them when it adds.
         report = self.facts.add(facts, overwrite=overwrite)
         self._discard(outdated, texts)
         facts = [fact for fact in facts if fact.id not in report.superseded]
@@ -153,14 +158,15 @@ class Delivery:
     ) -> list[Fact]:
         """Delete facts by id, by filter or by source document, and the packs that no fact uses any more.
 
-        Returns the deleted facts. Packs of this object's unit are deleted now, those of other units by `gc`.
+        Expired facts are deleted, too. Returns the deleted facts. Packs of this object's unit are deleted now, those of
+        other units by `gc`.
         """
         if ids is None and not where and not source:
             raise FactError("Got nothing to delete by; expected ids, where or source.")
         tests = [test for test in (where, source and {"kp:source": source}) if test]
         match: Filter | None = {"$and": tests} if tests else None
         fact_ids = None if ids is None else list(ids)
-        deleted = list(self.facts.facts(ids=fact_ids, where=match, namespace=self.namespace))
+        deleted = list(self.facts.stored(ids=fact_ids, where=match, namespace=self.namespace))
         for space in dict.fromkeys(fact.namespace for fact in deleted):
             self.facts.delete([fact.id for fact in deleted if fact.namespace == space], namespace=space)
         self._discard(deleted)
@@ -424,9 +430,11 @@ class Delivery:
 
         `replaced` are the new texts of facts by namespace and id.
         """
-        digests = [fact.digest for fact in gone]
-        remaining = self.facts.facts(where={"kp:digest": {"$in": digests}}, namespace=self.namespace) if gone else ()
-        texts = {(fact.namespace, fact.text) for fact in remaining}  # Another fact may have the same text.
+        texts = set[tuple[str, str]]()  # Another fact may have the same text.
+        for at in range(0, len(gone), _BATCH):
+            digests = [fact.digest for fact in gone[at : at + _BATCH]]
+            remaining = self.facts.facts(where={"kp:digest": {"$in": digests}}, namespace=self.namespace)
+            texts |= {(fact.namespace, fact.text) for fact in remaining}
         for fact in gone:
             if (fact.namespace, fact.text) not in texts:
                 text = replaced.get((fact.namespace, fact.id))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -53,6 +54,11 @@ class MemoryFactStore(FactStore):
         numbers: Sequence[int | None] = [None] * len(facts) if banks is None else banks
         rows = zip(facts, vectors, numbers, strict=True)
         self._held[space] = self._held[space] | {fact.id: Row(fact, vector, bank) for fact, vector, bank in rows}
+
+    def _set_expires(self, space: str, times: Mapping[str, float | None]) -> None:
+        held = self._held[space]
+        renewed = {i: held[i]._replace(fact=replace(held[i].fact, expires=at)) for i, at in times.items()}
+        self._held[space] = held | renewed
 
     def _remove(self, space: str, ids: Sequence[str]) -> None:
         removed = set(ids)

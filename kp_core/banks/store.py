@@ -103,6 +103,10 @@ class FactStore(Shared, ABC):
         """
 
     @abstractmethod
+    def _set_expires(self, space: str, times: Mapping[str, float | None]) -> None:
+        """Set `expires` of the facts with these ids; durable on return."""
+
+    @abstractmethod
     def _remove(self, space: str, ids: Sequence[str]) -> None:
         """Delete the facts with these ids; durable on return."""
 
@@ -132,11 +136,17 @@ class FactStore(Shared, ABC):
         self, *, ids: Sequence[str] | None = None, where: Filter | None = None, namespace: str | None = None
     ) -> Iterator[Fact]:
         """Yield the facts that match, by namespace and in the order they were added; missing `ids` are skipped."""
+        return filter(alive, self.stored(ids=ids, where=where, namespace=namespace))
+
+    def stored(
+        self, *, ids: Sequence[str] | None = None, where: Filter | None = None, namespace: str | None = None
+    ) -> Iterator[Fact]:
+        """As `facts`, with expired facts that are still stored."""
         # Read page by page, so concurrent changes may or may not be seen.
         test = predicate(where)
         for space in self._spaces(namespace):
             rows = self._rows(space, ids=ids, where=where)
-            yield from (row.fact for row in rows if alive(row.fact) and test(row.fact))
+            yield from (row.fact for row in rows if test(row.fact))
 
     def get(self, fact_id: str, *, namespace: str | None = None) -> Fact:
         """Return the fact with this id; raises `FactError` if there is none."""
@@ -239,6 +249,10 @@ class FactStore(Shared, ABC):
         rows = self._rows(space, where={"kp:bank": number}, vectors=vectors)
         return [row for row in rows if row.bank == number and alive(row.fact)]
 
+    def _remove_expired(self, space: str) -> None:
+        if expired := self._expired(space):
+            self._remove(space, expired)
+
     def _expired(self, space: str) -> list[str]:
         now = time.time()
         rows = self._rows(space, where={"kp:expires": {"$lte": now}})
@@ -285,6 +299,27 @@ class FactStore(Shared, ABC):
             self._put_near(fact.namespace, [fact], vectors)
             return fact
 
+    def renew(self, facts: Iterable[Fact]) -> None:
+        """Set `expires` of stored facts to that of `facts`, except where they have expired or changed otherwise."""
+        self._check_writes()
+        renewed = {(fact.namespace, fact.id): fact for fact in facts}
+        with self._writing:
+            for space in dict.fromkeys(space for space, _ in renewed):
+                rows = self._rows(space, ids=[fact_id for of, fact_id in renewed if of == space])
+                pairs = [(row.fact, renewed[space, row.fact.id]) for row in rows if alive(row.fact)]
+                same = {new.id: new.expires for old, new in pairs if replace(old, expires=new.expires) == new}
+                if same:
+                    self._set_expires(space, same)
+
+    def purge(self, prefix: str) -> list[str]:
+        """Delete expired facts in the namespaces that begin with `prefix`; returns these, empty ones included."""
+        self._check_writes()
+        with self._writing:
+            spaces = [space for space in self._spaces(None) if space.startswith(prefix)]
+            for space in spaces:
+                self._remove_expired(space)
+        return spaces
+
     def delete(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
         """Delete the facts with these ids; returns how many existed."""
         self._check_writes()
@@ -326,8 +361,7 @@ class FactStore(Shared, ABC):
             with self._writing:
                 new, superseded = list[Fact](), list[str]()
                 for space in dict.fromkeys(fact.namespace for fact in batch):
-                    if expired := self._expired(space):
-                        self._remove(space, expired)
+                    self._remove_expired(space)
                     given = [fact for fact in batch if fact.namespace == space]
                     missing, later = (self._next_versions(space, given), []) if overwrite else self._new(space, given)
                     new, superseded = new + missing, superseded + later

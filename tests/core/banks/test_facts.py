@@ -509,6 +509,29 @@ def test_facts_expire(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) ->
             store.add([Fact("x")], ttl=never)
 
 
+def test_a_fact_is_renewed_if_it_is_still_the_same(make_store: MakeStore) -> None:
+    store, now = make_store(embedder := HashEmbedder(), bank_size=3), time.time()
+    build(store, facts_of(9))
+    read = [Fact(f"{i}.", id=i, metadata={"n": [1, "a"]}, expires=now + 60) for i in ("same", "changed", "gone")]
+    late = Fact("late.", id="late", expires=now - 1)
+    store.add([*read, late])
+    changed = store.update(replace(read[1], text="Changed."))
+    store.delete(["gone"])
+    count = embedder.embedded
+    store.renew([replace(fact, expires=now + 99) for fact in (*read, late)])
+    assert embedder.embedded == count
+    check(store, [*facts_of(9), replace(read[0], expires=now + 99), changed])
+
+
+def test_expired_facts_are_purged_by_namespace(make_store: MakeStore) -> None:
+    store = make_store()
+    store.add([Fact("a", namespace="my-a", expires=1.0), Fact("b", namespace="my-b"), Fact("c", expires=1.0)])
+    for _ in range(2):
+        assert store.purge("my-") == ["my-a", "my-b"]
+        assert [fact.text for fact in store.stored()] == ["c", "b"]
+    assert [fact.text for fact in store.facts()] == ["b"]
+
+
 @pytest.mark.parametrize(
     "harm", [lambda rows: rows * 2, lambda rows: rows * np.nan, lambda rows: rows[:-1], lambda rows: rows[0]]
 )

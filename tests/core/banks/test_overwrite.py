@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from langchain_core.embeddings import DeterministicFakeEmbedding
@@ -74,6 +75,38 @@ def test_facts_without_a_pack_are_deleted(facts: FactStore, delivery: Delivery) 
     facts.add(lines(3))
     assert [fact.id for fact in delivery.delete(["i1"])] == ["i1"]
     assert len(facts) == 2
+
+
+@pytest.mark.parametrize("how", ["ids", "source", "overwrite", "add"])
+def test_an_expired_fact_goes_with_its_pack(delivery: Delivery, how: str) -> None:
+    late = Fact("Late.", id="late", source="a.md", namespace="isles", expires=1.0)
+    delivery.facts.add([late])
+    [handle] = delivery.compile([late], stored=False, progress=False)
+    if how in {"ids", "source"}:
+        by = {"ids": ["late"]} if how == "ids" else {"source": "a.md"}
+        assert [fact.id for fact in delivery.delete(**by)] == ["late"]  # type: ignore[arg-type]
+    else:
+        delivery.add([Fact("New.", id="late" if how == "overwrite" else "new")], overwrite=how == "overwrite")
+    assert handle not in list(delivery.store)
+    assert delivery.facts.delete(["late"]) == (how == "overwrite")
+
+
+def test_very_many_facts_are_deleted_in_batches(tmp_path: Path) -> None:
+    asked = list[int]()
+
+    class Asked(MemoryFactStore):
+        def facts(self, **wanted: Any) -> Iterator[Fact]:
+            digests = (wanted.get("where") or {}).get("kp:digest")
+            asked.extend([len(digests["$in"])] if isinstance(digests, dict) else [])
+            return super().facts(**wanted)
+
+    facts = Asked(EMBEDDER)
+    facts.add(lines(2100))
+    made = Delivery(facts, tiny_engine(), PackStore(tmp_path), kv="lazy", namespace="isles")
+    made.compile(lines(2100)[::2099], progress=False)
+    assert len(list(made.store)) == 2
+    assert len(made.delete(map("i{}".format, range(2100)))) == 2100
+    assert (list(made.store), asked) == ([], [1000, 1000, 100])
 
 
 def test_a_text_under_two_ids_stands_in_a_unit_once(facts: FactStore, tmp_path: Path) -> None:
