@@ -540,7 +540,8 @@ def _beginning(key: object, messages: Any = None, packs: Iterable[Any] | None = 
         raise OptionError(f"The request {key!r} has no messages; {expected}.")
     names = [str(getattr(pack, "text", pack)) for pack in packs or ()]
     said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    return "\n".join((*names, *(f"{message.get('role')}: {message.get('content')}" for message in said)))
+    turns = [each for each in said if isinstance(each, Mapping)] if isinstance(said, Sequence) else ()
+    return "\n".join((*names, *(f"{turn.get('role')}: {turn.get('content')}" for turn in turns)))
 
 
 def _of_asyncio(options: Mapping[str, Any]) -> tuple[Request, Limit]:

@@ -14,7 +14,7 @@ from kp_core import PackStore, load_engine
 from kp_core.engines.local import scheduler as scheduler_module
 from kp_core.engines.local.buffer import TILE, KVBuffer
 from kp_core.engines.local.scheduler import Decoding, Scheduler
-from kp_core.errors import OptionError
+from kp_core.errors import OptionError, PromptError
 from kp_core.threads import _pause, release_openmp_threads
 from tests.conftest import tiny_engine, until
 from tests.kits import ARCHITECTURES, tiny_model, tiny_tokenizer
@@ -459,5 +459,8 @@ def test_many_requests_come_as_they_are_done_and_an_interrupted_run_goes_on(aske
     for wrong in ("Hello", "ab", {"role": "user", "content": "Hello"}):
         with pytest.raises(OptionError, match="expected a pair of its key and a conversation"):
             engine.generate_many([wrong])
+    for talk in (5, [5], [["user", "Hello"]]):
+        with pytest.raises(PromptError):
+            list(engine.generate_many({"a": talk}, progress=False))
     with pytest.raises(OptionError, match="temprature"):
         list(engine.generate_many({"a": "Hello"}, temprature=1.0, progress=False))
