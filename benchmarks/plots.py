@@ -55,12 +55,15 @@ def lines(  # noqa: PLR0913
 def panels(
     folder: Path, name: str, label: str, of_panel: Mapping[str, Mapping[str, Sequence[float]]], note: str
 ) -> None:
-    """One panel beside another, each with lines over 1, 2, ... (`label`). `note` marks a first line that ends early."""
+    """One panel beside another, each with points over 1, 2, ... (`label`). `note` marks where the first series ends.
+
+    Points, because values that leap from one to the next make a line a solid block.
+    """
 
     def draw(figure: Figure) -> None:
         for axes, (title, series) in zip(figure.subplots(1, len(of_panel)), of_panel.items(), strict=True):
             for at, (line, values) in enumerate(series.items()):
-                axes.plot(range(1, len(values) + 1), values, color=f"C{at}", label=line)
+                axes.plot(range(1, len(values) + 1), values, ".", markersize=4, color=f"C{at}", label=line)
             first = next(iter(series.values()))
             if len(first) < max(map(len, series.values())):
                 axes.plot(len(first), first[-1], "x", color="C0", label=note)
