@@ -102,25 +102,29 @@ class Grammars:
         return str(self._llm.decode_str(list(tokens)))
 
     @cached_property
+    def _texts(self) -> list[str]:
+        """The text of each token."""
+        return [self.text([token]) for token in range(min(len(self._tokenizer), self._vocabulary))]
+
+    @cached_property
     def preferred(self) -> tuple[Tensor, Tensor]:
         """All tokens in the order in which they lead to an end, best first: inside a JSON string, and outside."""
-        texts = [self.text([token]) for token in range(min(len(self._tokenizer), self._vocabulary))]
+        # Equal ranks keep their order.
         inside, outside = (
-            torch.tensor(sorted(range(len(texts)), key=lambda token: -rank(texts[token])))
+            torch.tensor([-rank(text) for text in self._texts]).argsort(stable=True)
             for rank in (_rank_inside, _rank_outside)
         )
         return inside, outside
 
     @cached_property
     def _signs(self) -> dict[str, int]:
-        texts = ((self.text([token]), token) for token in self.preferred[0].tolist())
-        return {text: token for text, token in texts if len(text) == 1}
+        return {text: token for token in self.preferred[0].tolist() if len(text := self._texts[token]) == 1}
 
     @cached_property
     def letters(self) -> Tensor:
         """The tokens that neither end a JSON string nor begin an escape, in the order of `preferred`."""
-        ranked: list[int] = self.preferred[0].tolist()
-        return torch.tensor([token for token in ranked if not set(self.text([token])) & {'"', "\\"}])
+        ranked = self.preferred[0]
+        return ranked[torch.tensor([not ('"' in text or "\\" in text) for text in self._texts])[ranked]]
 
     def tokens_of(self, signs: str) -> tuple[int, ...]:
         """The tokens of these single characters, as far as there are any."""
