@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 _SERVER_THREADS = 8
 _SHOWN = 5
+_FIRST = 512  # Facts that are read before a collection is made: those of the first batch.
 MUCH_BYTES = 10**9
 """A build that writes more bytes says how to write fewer."""
 
@@ -105,7 +106,8 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     if session is not None and session.compiler and compress is not None:
         raise typer.BadParameter(f"Got --compress {compress}, but `kp serve --compress` decides for a server.")
     # What cannot be read must fail before a collection is made.
-    facts = itertools.chain(list(itertools.islice(facts, 1)), facts)
+    with waiting("Reading"):
+        facts = itertools.chain(list(itertools.islice(facts, _FIRST)), facts)
     with options.open(place, new=not replace, wait=wait) as collection:
         if replace and fact_id:
             collection.get(fact_id, namespace=new_facts[0].namespace)  # An unknown id is an error.

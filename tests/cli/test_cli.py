@@ -101,6 +101,7 @@ def test_rows_that_make_no_fact_stop_a_build_or_are_counted(kp: Kp, tmp_path: Pa
     assert code == 1
     assert "bad.jsonl, line 2: is not JSON" in err
     assert "Traceback" not in err
+    assert not (tmp_path / "bank").exists()
     report = as_json(kp("build", "bank", "bad.jsonl", "--on-error", "skip", "--json"))
     assert report["added"] == 1
     assert "line 2" in report["skipped"][0]
