@@ -175,8 +175,8 @@ def verify(
     options: PlaceOptions,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check counts, a sample of vectors, banks and packs. Names packs that no fact uses any more. Exit code 3 if
-    something is wrong.
+    """Check counts, a sample of vectors, banks, packs and KV kept behind packs. Names packs that no fact uses any more.
+    Exit code 3 if something is wrong.
     """
     # This command reports what opening would log.
     logging.getLogger("kp_core").setLevel(logging.ERROR)
@@ -219,12 +219,13 @@ def _check(path: str, options: PlaceOptions) -> tuple[list[str], list[str], str]
                 raise
             return [str(error)], orphans, str(Path(path) / "packs")
     if is_store(packs):
-        faults += [f"The pack {handle}: {reason}" for handle, reason in PackStore(packs).verify()]
+        for name, reason in PackStore(packs).verify():
+            faults.append(f"{'KV behind packs,' if isinstance(name, str) else 'The pack'} {name}: {reason}")
     return faults, orphans, packs
 
 
 def _repair(path: str, options: PlaceOptions, packs: str) -> None:
-    """Repair a collection, and make damaged packs lazy, from their text. What is left, a second check tells."""
+    """Repair a collection, and delete damaged KV, which is computed again. What is left, a second check tells."""
     if is_collection(path):
         try:
             with options.open(path) as facts:
@@ -234,8 +235,5 @@ def _repair(path: str, options: PlaceOptions, packs: str) -> None:
         except FactError:  # Not even readable.
             return
     if is_store(packs):
-        store = PackStore(packs)
-        for handle, _ in list(store.verify()):
-            with suppress(PackError):  # Its text is damaged, too.
-                for pack in list(store.entries(handle)):
-                    store.get(handle, pack.key)  # It deletes what is damaged.
+        for _ in PackStore(packs).verify(repair=True):
+            pass

@@ -389,20 +389,39 @@ class PackStore(Packs):
             self.blobs.delete(name_of(secret))
         return moved
 
-    def verify(self) -> Iterator[tuple[Handle, str]]:
-        """Yield each damaged pack and its damage; checks every digest and changes nothing."""
+    def verify(self, *, repair: bool = False) -> Iterator[tuple[Handle | str, str]]:
+        """Yield what is damaged, and how: packs by handle, entries with several owners by key. Checks every digest.
+
+        `repair` deletes damaged entries, so that they are computed again; a damaged text stays. By default nothing
+        changes.
+        """
         for handle in self:
             try:
                 _read_text(self.blobs, self.secrets, handle)
-                for key in filter(_handle_of, self._beside(handle)):
-                    # A ranged read bypasses the local cache.
-                    stat = self.blobs.stat(key)
-                    file = open_entry(self.blobs.read(key, 0, stat.size if stat else None))
-                    _own(file, key).read()
             except FileNotFoundError:  # It was removed meanwhile.
                 continue
             except PackError as error:
                 yield handle, str(error)
+            for key in filter(_handle_of, self._beside(handle)):
+                if damage := self._damage(key, repair=repair):
+                    yield handle, damage
+        for key in self._listed(_BEHIND):
+            if damage := self._damage(key, repair=repair):
+                yield key, damage
+
+    def _damage(self, key: str, *, repair: bool) -> str:
+        """Say what is wrong with an entry; empty if nothing is, or if it was removed meanwhile."""
+        try:
+            # A ranged read bypasses the local cache.
+            stat = self.blobs.stat(key)
+            _own(open_entry(self.blobs.read(key, 0, stat.size if stat else None)), key).read()
+        except FileNotFoundError:
+            return ""
+        except PackError as error:
+            if repair and isinstance(error, PackCorruptError):
+                self.blobs.delete(key)
+            return str(error)
+        return ""
 
     # Entries.
 

@@ -163,9 +163,14 @@ def test_verify_looks_at_the_database_and_the_packs(kp: Kp, bank: Path) -> None:
     data = bytearray(pack.read_bytes())
     data[-5] ^= 1
     pack.write_bytes(data)
+    behind = bank / "packs/behind/00" / f"{'0' * 32}.safetensors"
+    behind.parent.mkdir(parents=True)
+    behind.write_bytes(b"torn")
     code, out, _ = kp("verify", "bank")
-    assert (code, "The pack kp:default/" in out) == (3, True)
+    assert (code, "The pack kp:default/" in out, f"packs, behind/00/{behind.name}: " in out) == (3, True, True)
     assert kp("verify", "bank", "--repair")[0] == 0
+    assert not pack.exists()
+    assert not behind.exists()
     assert kp("verify", "bank")[0] == 0
     (bank / "chroma.sqlite3").write_bytes(b"garbage" * 999)
     # In a process of its own, as Chroma remembers the files it has opened.

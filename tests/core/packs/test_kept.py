@@ -60,6 +60,18 @@ def test_what_was_written_is_read_bit_for_bit(three):
     assert size_of(again) == sum(path.stat().st_size for path in files(store))
 
 
+def test_verify_names_damaged_entries_and_deletes_them_on_demand(three):
+    store, _, keys = three
+    path = store.path / keys[1].key
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    [(name, _)] = store.verify()
+    assert (name, len(files(store))) == (keys[1].key, 3)
+    assert [each for each, _ in store.verify(repair=True)] == [name]
+    assert list(store.verify()) == []
+    assert [read(store, key) is None for key in keys] == [False, True, False]
+
+
 def test_every_part_of_the_key_counts(three):
     store, _, (key, *_) = three
     others = [
