@@ -410,16 +410,19 @@ class PackStore(Packs):
                 yield key, damage
 
     def _damage(self, key: str, *, repair: bool) -> str:
-        """Say what is wrong with an entry; empty if nothing is, or if it was removed meanwhile."""
+        """Say what is wrong with an entry; empty if nothing is, or if it was removed or replaced meanwhile."""
+        stat = self.blobs.stat(key)
         try:
             # A ranged read bypasses the local cache.
-            stat = self.blobs.stat(key)
             _own(open_entry(self.blobs.read(key, 0, stat.size if stat else None)), key).read()
         except FileNotFoundError:
             return ""
         except PackError as error:
+            if self.blobs.stat(key) != stat:
+                return ""
             if repair and isinstance(error, PackCorruptError):
-                self.blobs.delete(key)
+                with suppress(OSError):  # In a store that can only be read, it stays.
+                    self.blobs.delete(key)
             return str(error)
         return ""
 

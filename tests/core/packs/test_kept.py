@@ -72,6 +72,18 @@ def test_verify_names_damaged_entries_and_deletes_them_on_demand(three):
     assert [read(store, key) is None for key in keys] == [False, True, False]
 
 
+def test_what_is_damaged_and_cannot_be_deleted_is_told_and_stays(three, monkeypatch):
+    store, _, keys = three
+    (store.path / keys[1].key).write_bytes(b"torn")
+
+    def refuse(key):
+        raise OSError(f"{key} is on a disk that is only read")
+
+    monkeypatch.setattr(store.blobs, "delete", refuse)
+    assert [each for each, _ in store.verify(repair=True)] == [keys[1].key]
+    assert len(files(store)) == 3
+
+
 def test_every_part_of_the_key_counts(three):
     store, _, (key, *_) = three
     others = [
