@@ -7,8 +7,8 @@ the model finds most likely, nothing is decoded.
 
 A way to remember is what is read (`none`, the `whole` conversation, the best `sessions` or `passages` by embedding),
 how many, and how: as `text` in the prompt, as packs (`exact`), or as packs of which `select` reads those that the
-question is about. `whole` is left out where it does not fit the model's window. A session is as near to a question as
-the nearest of its passages.
+question is about. `--ways` takes others, too, with any composer (`sessions 10 select:packs=1`). `whole` is left out
+where it does not fit the model's window. A session is as near to a question as the nearest of its passages.
 
 - `f1` and `em`: token F1, and the share of questions whose answer stands in what was said, with 95 % intervals. On
   PersonaMem `em` is the share of right letters. `found`: the share of questions with a known session of which at least
@@ -29,6 +29,7 @@ import gzip
 import json
 import math
 import random
+import re
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -96,6 +97,23 @@ WAYS = {
     ),
 }
 """Of each set."""
+
+
+def _ways_of(name: str, wanted: Sequence[str] | None = None) -> list[Way]:
+    """The ways of a set, or those wanted: one that the set lacks is asked all questions.
+
+    Raises `ValueError` for what names no way.
+    """
+    known = {way.name: way for way in WAYS[name]}
+    if wanted is None:
+        return list(known.values())
+    others = {each: re.fullmatch(r"(sessions|passages) ([1-9]\d*) (\S+)", each) for each in wanted if each not in known}
+    if unknown := [each for each, match in others.items() if match is None]:
+        raise ValueError(
+            f"got the ways {unknown}; expected of {[*known]}, or others written so, as 'sessions 10 select:packs=1'"
+        )
+    made = {each: Way(match[1], int(match[2]), match[3], 1) for each, match in others.items() if match}
+    return [known.get(each) or made[each] for each in wanted]
 
 
 @dataclass(frozen=True)
@@ -276,7 +294,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     random.Random(arguments.seed).shuffle(order)  # noqa: S311
     order = order[: arguments.limit]
     letters = [] if arguments.set == "locomo" else [_token(session, letter) for letter in _LETTERS]
-    ways = [way for way in WAYS[arguments.set] if not arguments.ways or way.name in arguments.ways]
+    ways = arguments.ways
     wanted = {way.name: math.ceil(len(order) * way.share) for way in ways}
     log = arguments.json and arguments.json.with_suffix(".jsonl")
     cell = json.dumps([arguments.set, arguments.dtype, str(arguments.model), arguments.seed, arguments.timed])
@@ -374,13 +392,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = common.argument_parser(__doc__, "memory")
     parser.set_defaults(limit=300)
     parser.add_argument("--set", default="locomo", choices=WAYS, help="default: %(default)s")
-    parser.add_argument("--ways", nargs="+", metavar="WAY", help="only these, as the table names them; default: all")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help="only these, named as in the table; default: all")
     parser.add_argument("--timed", type=int, default=20, metavar="N", help="questions also asked cold and warm")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of questions")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw right answers over time")
     arguments = parser.parse_args(argv)
-    if unknown := {*(arguments.ways or ())} - {way.name for way in WAYS[arguments.set]}:
-        parser.error(f"got the ways {sorted(unknown)}; expected of {[way.name for way in WAYS[arguments.set]]}")
+    try:
+        arguments.ways = _ways_of(arguments.set, arguments.ways)
+    except ValueError as error:
+        parser.error(str(error))
     if arguments.limit < 1:
         parser.error(f"got --limit {arguments.limit}; expected at least 1")
     if not arguments.data.is_dir():

@@ -66,10 +66,14 @@ def test_packs_answer_as_their_text_and_a_run_goes_on(data: Path, thin_or_bundle
 @pytest.mark.slow
 def test_letters_are_chosen_by_their_likelihood(data: Path, thin_or_bundled: str) -> None:
     arguments = ["--set", "personamem", "--data", str(data), "--model", thin_or_bundled, "--dtype", "float32"]
-    figures = memory.main([*arguments, "--timed", "0", "--ways", "passages 5 text", "passages 5 exact"])
-    text, packs = figures["rows"]
+    figures = memory.main(
+        [*arguments, "--timed", "0", "--ways", "passages 5 text", "passages 5 exact", "passages 2 select:packs=1"]
+    )
+    text, packs, selected = figures["rows"]
     assert (packs["differ"], packs["n"]) == (0, 2)
     assert packs["delivered"] > 0 == text["delivered"]
+    assert selected["way"] == "passages 2 select:packs=1"
+    assert 0 < selected["delivered"] < packs["delivered"]
 
 
 def test_passages_hold_every_word_once_and_keep_to_their_size() -> None:
@@ -88,7 +92,7 @@ def test_passages_hold_every_word_once_and_keep_to_their_size() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["--ways", "sessions 7 text"], "got the ways ['sessions 7 text']; expected of ['none'"),
+        (["--ways", "none", "meals 7 text"], "got the ways ['meals 7 text']; expected of ['none'"),
         (["--limit", "0"], "got --limit 0; expected at least 1"),
         (["--data", "/nowhere"], "there is no folder /nowhere"),
     ],
