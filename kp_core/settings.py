@@ -118,7 +118,7 @@ class EngineSettings(BaseModel):
     @property
     def model_name(self) -> str:
         """Name of the model in metadata and traces."""
-        return self.model or (BUNDLED_MODEL if self.engine is None else self.engine.name)
+        return self.model or BUNDLED_MODEL if self.engine is None else self.engine.name
 
     def _engine(self, model: str | None = None) -> Session:
         if self.engine is not None and model in (None, self.model_name):

@@ -27,8 +27,11 @@ _RENAMED: Mapping[str, Sequence[str]] = {
     "bank": ("fact_store", "namespaces"),
     "banks": ("namespaces",),
     "foreign": ("mismatch",),
+    "format": ("response_schema",),
     "inside": ("compiled_for",),
+    "json_mode": ("response_schema",),
     "k": ("similarity_top_k",),
+    "num_predict": ("max_tokens",),
     "top_k": ("k", "similarity_top_k"),
 }
 """Names of an earlier release or of another library, each with the names that may replace it."""
@@ -84,7 +87,9 @@ ABOUT: Mapping[str, str] = {
     "tools": "What the model may call.",
     "tool_choice": "`auto`, `any`, `none`, or the name of the tool to call.",
     "parallel_tool_calls": "Several calls in one answer; by default only with `tool_choice='auto'`.",
-    "response_schema": "The answer is JSON of this schema (`True`: any object), held to it by a grammar.",
+    "response_schema": (
+        "The answer is JSON of this schema or Pydantic class (`True`: any object), held to it by a grammar."
+    ),
     "reuse": "`False` prefills everything and keeps nothing: the slow way, to compare with.",
     "cancel": "Set it from any thread to end the generation after the token in progress.",
 }
@@ -122,7 +127,7 @@ class Request(Sampling):
     tools: Sequence[Tool | Mapping[str, Any]] = ()
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool | None = None
-    response_schema: Mapping[str, Any] | Literal[True] | None = None
+    response_schema: Mapping[str, Any] | type | Literal[True] | None = None
     reuse: bool = True
     cancel: threading.Event | None = None
 

@@ -39,7 +39,7 @@ class AnswerShape:
         tools: Iterable[Tool | Mapping[str, Any]] = (),
         choice: ToolChoice = "auto",
         *,
-        schema: Mapping[str, Any] | bool | None = None,
+        schema: Mapping[str, Any] | type | bool | None = None,
         parallel: bool | None = None,
     ) -> AnswerShape:
         """Read the shape from the options of a request; raises `PromptError` for contradictions."""
@@ -56,8 +56,12 @@ class AnswerShape:
             )
         if schema is True:
             schema = {"type": "object"}
+        elif isinstance(schema, type) and hasattr(schema, "model_json_schema"):  # A class of Pydantic.
+            schema = schema.model_json_schema()
         if schema is not None and not isinstance(schema, Mapping):
-            raise PromptError(f"Got response_schema={schema!r}; expected a JSON Schema, or True for any object.")
+            raise PromptError(
+                f"Got response_schema={schema!r}; expected a JSON Schema, a Pydantic class, or True for any object."
+            )
         for name, candidate in (("response_schema", schema), *((tool.name, tool.parameters) for tool in offered)):
             if _is_deep(candidate):
                 raise PromptError(f"Got {name} nested more than {_DEEPEST} levels deep; expected a schema that is not.")

@@ -158,8 +158,9 @@ def test_as_structured_llm(tiny):
     assert isinstance(list(structured.stream_chat([ChatMessage("Name a bird.")]))[-1].raw, Bird)
 
 
-def test_a_response_schema(tiny):
-    said = tiny.complete("Name a bird.", response_schema=Bird.model_json_schema()).text
+@pytest.mark.parametrize("schema", [Bird, Bird.model_json_schema()], ids=["class", "schema"])
+def test_a_response_schema(tiny, schema):
+    said = tiny.complete("Name a bird.", response_schema=schema).text
     assert isinstance(Bird.model_validate_json(said), Bird)
 
 

@@ -183,6 +183,22 @@ def test_an_option_of_an_earlier_release_is_refused_and_says_what_to_do(adapter,
 
 
 @either
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("max_new_tokens", "max_tokens"),
+        ("num_predict", "max_tokens"),
+        ("request_timeout", "timeout"),
+        ("format", "response_schema"),
+        ("json_mode", "response_schema"),
+    ],
+)
+def test_an_option_of_other_chat_models_is_refused_and_names_ours(adapter, name, ours, store):
+    with pytest.raises(OptionError, match=f"no option '{name}'. Did you mean '{ours}'"):
+        heard(adapter, store, {}, **{name: 1})
+
+
+@either
 @pytest.mark.parametrize("name", ["bank", "banks"])
 def test_namespaces_have_one_name(adapter, name, store):
     with pytest.raises(OptionError, match=f"no option '{name}'. Did you mean 'namespaces'"):
