@@ -177,7 +177,8 @@ def _reasoning(text: str) -> dict[str, Any]:
 def _about(generation: Generation, model_name: str) -> dict[str, Any]:
     """What a message says of its generation."""
     metadata: dict[str, Any] = {"model_name": model_name, "model_provider": PROVIDER}
-    metadata |= {"finish_reason": generation.finish_reason, "kp": generation.usage.to_dict()}
+    counts = generation.usage.to_dict() | {"packs": list(generation.packs)}
+    metadata |= {"finish_reason": generation.finish_reason, "kp": counts}
     return {"usage_metadata": usage_metadata(generation.usage), "response_metadata": metadata}
 
 

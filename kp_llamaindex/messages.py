@@ -107,8 +107,9 @@ def to_response(generation: Generation, delta: str | None = None) -> ChatRespons
     """The response with all of `generation`; `delta=""` for the last one of a stream.
 
     The arguments of a call are a dictionary. `raw` has `usage` in OpenAI's form, in which the prompt is what the model
-    reads, packs included, `kp`, all counts of `Usage`, `timings` (in seconds) and `finish_reason`. `logprobs`, if asked
-    for, is for each token a list of itself and the likeliest others, best first.
+    reads, packs included, `kp`, all counts of `Usage` and the handles of the `packs` that were read, `timings` (in
+    seconds) and `finish_reason`. `logprobs`, if asked for, is for each token a list of itself and the likeliest others,
+    best first.
     """
     calls = [
         ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=dict(call.arguments))
@@ -122,8 +123,8 @@ def to_response(generation: Generation, delta: str | None = None) -> ChatRespons
         "total_tokens": read + counts.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": counts.reused_tokens},
     }
-    raw = {"usage": usage, "kp": counts.to_dict(), "finish_reason": generation.finish_reason}
-    raw["timings"] = {"ttft_s": counts.ttft_s}
+    told = counts.to_dict() | {"packs": list(generation.packs)}
+    raw = {"usage": usage, "kp": told, "finish_reason": generation.finish_reason, "timings": {"ttft_s": counts.ttft_s}}
     logprobs = None if generation.logprobs is None else [_logprobs(token) for token in generation.logprobs]
     message = _message(generation.text, generation.reasoning, calls)
     return ChatResponse(message=message, raw=raw, delta=delta, logprobs=logprobs)

@@ -8,10 +8,11 @@ import threading
 
 import pytest
 from langchain_core import exceptions
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage, trim_messages
 from pydantic import ValidationError
 
 import kp_core
+from kp_core import PackStore
 from kp_core.engines import shared
 from kp_core.engines.hf import loading
 from kp_core.errors import (
@@ -44,6 +45,18 @@ def test_metadata_counts_what_was_read(tiny):
     again = tiny.invoke(CHAT)
     assert 0 < again.usage_metadata["input_token_details"]["cache_read"] <= len(prompt)
     assert answer.response_metadata["model_provider"] == tiny._get_ls_params()["ls_provider"]
+
+
+def test_metadata_names_the_packs_that_were_read_in_answers_and_streams(tiny, tmp_path):
+    store = PackStore(tmp_path)
+    handles = [str(store.put(tiny.engine.build_pack(text))) for text in ("The mill has sails.", "The ferry is late.")]
+    model = ChatKnowledgePacks(engine=tiny.engine, store=store, namespaces="default", max_tokens=2)
+    asked = f"{handles[1]}\n\n{handles[0]}\n\nWhat is late?"
+    *_, last = model.stream(asked)
+    assert model.invoke(asked).response_metadata["kp"]["packs"] == handles[::-1]
+    assert last.response_metadata["kp"]["packs"] == handles[::-1]
+    assert sum(model.stream(asked), AIMessageChunk("")).response_metadata["kp"]["packs"] == handles[::-1]
+    assert model.invoke("What is late?").response_metadata["kp"]["packs"] == []
 
 
 def test_log_probabilities_have_the_form_of_openai(tiny):

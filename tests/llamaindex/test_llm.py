@@ -62,6 +62,7 @@ def test_usage_counts_what_the_model_reads_and_kp_what_was_sent(store):
     assert pack.text == text.text
     counts = pack.raw["kp"]
     assert counts["pack_tokens"] > 0
+    assert (counts["packs"], text.raw["kp"]["packs"]) == ([str(handle)], [])
     assert counts["prompt_tokens"] + counts["pack_tokens"] == text.raw["kp"]["prompt_tokens"]
     read = text.raw["usage"]["prompt_tokens"]
     assert (pack.raw["usage"]["prompt_tokens"], text.raw["usage"]["total_tokens"]) == (read, read + 2)
