@@ -68,10 +68,10 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
     line that says so. The state keeps all messages. `memory_tokens=None` leaves this to a summariser.
 
     The state channel `packs` lists the handles in results, whatever becomes of the messages. With `memory="search"`,
-    the newest message of the user is searched for in `facts`, among the facts of handles that have left, and at most
-    two packs, those that the model attends to, stand before it. They stay there until it leaves: the model's answer
-    notes them. Results that are text of no fact are added to `facts` when they leave: in `keep_in`, or the model's only
-    namespace.
+    the newest message of the user is searched for among the packs that have left: facts of `facts`, and documents of a
+    vector store of your own (`from_retriever`). At most two, those that the model attends to, stand before it. They
+    stay there until it leaves: the model's answer notes them. Results that are plain text are added to `facts` when
+    they leave: in `keep_in`, or the model's only namespace.
 
     The messages hold the texts of packs, so that another model (a router's, a fallback's) can read them; a
     `ChatKnowledgePacks` still gets the handles. If a middleware in front chooses another model, packs and bounds are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
@@ -9,15 +10,21 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kp_core import Handle, Session
 from kp_core.banks.base import Fact, content_id
+from kp_core.banks.compiling import DOCUMENT
 from kp_core.banks.delivery import Delivery
 from kp_core.banks.store import FactStore
 from kp_core.errors import KnowledgePackError, PackNotFoundError
+from kp_core.events import warn_once
 from kp_core.packs.view import PackRef, Packs, PackView
 from kp_core.plan.composer import composer_of
 from kp_core.prompt.conversation import GAP, Turn
 
+logger = logging.getLogger(__name__)
 _NEAREST, _MOST = 20, 2
 _MET = 10_000  # Handles among which is searched; SQLite, and so Chroma, takes 32,766 values.
 
@@ -27,23 +34,35 @@ def recalled(  # noqa: PLR0913 - where to look, and for what
 ) -> list[PackRef]:
     """At most two packs of `handles` that `question` is about, with at most `room` tokens, the best one last.
 
-    Of many handles, the last 10,000 count. Each is searched in its own namespace of `facts`; of the 20 nearest,
-    `select` chooses. Where it cannot (no KV, or an engine without attention), they are the nearest. Packs are left out
-    that `view` may not read, that are deleted, that the model may not use, or that are of no fact.
+    Of many handles, the last 10,000 count. Each is searched in its own namespace of `facts`; documents of the caller's
+    own store, which are in no fact store, are embedded in memory. Of the 20 nearest, `select` chooses. Where it cannot
+    (no KV, or an engine without attention), they are the nearest. Packs are left out that `view` may not read, that are
+    deleted, that the model may not use, or that are of no fact or document; if all are of none, a warning says so.
     """
     view = replace(view, model=session.fingerprint)
-    digests = defaultdict[str, dict[str, Handle]](dict)
+    digests, documents = defaultdict[str, dict[str, Handle]](dict), list[Handle]()
     for handle in [handle for handle in handles if handle.namespace in view.namespaces][-_MET:]:
         with suppress(KnowledgePackError):  # It is deleted, or its text is damaged.
-            digests[handle.namespace][_digest(view.source, handle)] = handle
+            digest, is_document = _about(view.source, handle)
+            digests[handle.namespace][digest] = handle
+            documents += [handle] if is_document else []
     hits = [
-        hit
+        (hit.score, digests[space][hit.fact.digest])
         for space in sorted(digests.keys() & set(facts.namespaces()))
         for hit in facts.search(question, _NEAREST, where={"kp:digest": {"$in": [*digests[space]]}}, namespace=space)
     ]
+    if documents:
+        asked = facts.embedder.embed_query(question)
+        hits += [(float(_vector(facts, view.source, handle) @ asked), handle) for handle in documents]
+    if digests and not hits:
+        warn_once(
+            logger,
+            "Packs left a conversation, and none of them is of a fact in `facts`, so that none is found again. Give "
+            "`memory='search'` the store of the facts that the tools find.",
+        )
     near: dict[Handle, PackRef] = {}
-    for fact in (hit.fact for hit in sorted(hits, key=lambda hit: -hit.score)[:_NEAREST]):
-        handle = digests[fact.namespace][fact.digest]
+    best = dict.fromkeys(handle for _, handle in sorted(hits, key=lambda hit: -hit[0]))
+    for handle in [*best][:_NEAREST]:
         with suppress(KnowledgePackError):  # Of another model.
             if (pack := view.peek(handle)) is not None:
                 near[handle] = PackRef(str(handle), pack)
@@ -59,11 +78,22 @@ def recalled(  # noqa: PLR0913 - where to look, and for what
 
 
 @lru_cache(2 * _MET)
-def _digest(store: Packs, handle: Handle) -> str:
-    """The digest of a pack's text, by which its fact is found; read once. Raises `PackNotFoundError`."""
+def _about(store: Packs, handle: Handle) -> tuple[str, bool]:
+    """The digest of a pack's text, by which its fact is found, and whether it is of a document; read once.
+
+    Raises `PackNotFoundError`.
+    """
     if (pack := store.peek(handle)) is None:
         raise PackNotFoundError(f"{store!r} has no pack {handle}.")
-    return content_id(pack.text)
+    return content_id(pack.text), pack.provenance.get("of") == DOCUMENT
+
+
+@lru_cache(_MET)
+def _vector(facts: FactStore, store: Packs, handle: Handle) -> NDArray[np.float32]:
+    """The vector of a pack's text, embedded once in a process."""
+    pack = store.peek(handle)
+    [vector] = np.asarray(facts.embedder.embed([pack.text if pack else " "]), np.float32)
+    return np.asarray(vector)
 
 
 def remember(texts: Iterable[str], facts: FactStore, session: Session, store: Packs, namespace: str) -> list[Handle]:

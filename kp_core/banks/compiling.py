@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 Unit: TypeAlias = Literal["fact", "bank", "document"]
 """The content of a pack: one fact, all facts of a bank, or all facts of a document."""
 
+DOCUMENT = "document"
+"""In the provenance of a pack, under `of`: its text is a document in a store of the caller's own, and no fact."""
+
 _LOOKED_AT, _SAMPLE = 1024, 64
 _COUNTED, _TIMED = 256, 8
 
@@ -43,16 +46,18 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     compiled_for: CompiledFor = "user",
     lazy: bool = False,
     compress: Compression = "none",
+    is_document: bool = False,
     is_current: Callable[[Fact], bool] = lambda _fact: True,
     progress: bool = True,
 ) -> list[Handle | None]:
     """Compile `facts` into `store` for the position `compiled_for`; returns the handles of their packs.
 
     A fact without a namespace goes to `namespace`. Each pack is stored as soon as it is compiled, and packs already
-    stored for this model and position are skipped. `lazy` packs are computed on first use. A text too short to have a
-    token of its own, or too long for the model, has no pack: its handle is `None`, and a warning names it. A fact for
-    which `is_current` is false when its pack is written, because it was deleted meanwhile, has none either. Raises
-    `PackError` for an unknown `compress`.
+    stored for this model and position are skipped. `lazy` packs are computed on first use. With `is_document` they note
+    that they are of a document in a store of the caller's own. A text too short to have a token of its own, or too long
+    for the model, has no pack: its handle is `None`, and a warning names it. A fact for which `is_current` is false
+    when its pack is written, because it was deleted meanwhile, has none either. Raises `PackError` for an unknown
+    `compress`.
     """
     check_compression(compress)
     facts = [fact.moved(namespace) for fact in facts]
@@ -72,7 +77,8 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
         # A text that is compiled again keeps its edits.
         edited = {text: pack for (of, text), pack in outdated.items() if of == space and pack.history}
         edits = {text: replace(pack.edits, starts=()).written({}) for text, pack in edited.items()}
-        provenances = [provenance_of(fact, unit) | edits.get(text, {}) for text, fact in units.items()]
+        origin = {"of": DOCUMENT} if is_document else {}
+        provenances = [origin | provenance_of(fact, unit) | edits.get(text, {}) for text, fact in units.items()]
         built = session.build_packs(
             list(units),
             namespace=space,

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from kp_core.banks import Added, Fact, FactStore, Filter, Hit
 from kp_core.banks.base import content_id
 from kp_core.banks.compiling import Unit, compile_facts, find_compiled
-from kp_core.errors import FactError, ModelError, OptionError, PackError, PackNotFoundError, gone
+from kp_core.errors import FactError, ModelError, OptionError, PackError, PackNotFoundError, PromptError, gone
 from kp_core.events import log_event, warn_once
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle, check_namespace, inert
@@ -59,7 +59,8 @@ class Delivery:
     stored (`KnowledgePack.compressed`). A unit that is found without a pack is compiled before the
     search returns; with `precompile="idle"` its pack has text and tokens alone until the engine is idle. Without an
     `engine`, a unit without a pack goes as text, with a warning. Without `facts`, only `deliver` works. Raises
-    `FactError` for an unknown unit, kv, compress or precompile, `PromptError` for an invalid namespace.
+    `FactError` for an unknown unit, kv, compress or precompile, `PromptError` for an invalid namespace
+    or place.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per part it is made of
@@ -80,6 +81,12 @@ class Delivery:
             if value not in get_args(kind):
                 choices = ", ".join(get_args(kind))
                 raise FactError(f"Got {name}={value!r}; expected one of {choices}.{gone(name, value)}")
+        is_messages = isinstance(compiled_for, Sequence) and all(isinstance(each, Mapping) for each in compiled_for)
+        if compiled_for not in ("user", "system") and not is_messages:
+            raise PromptError(
+                f"Got compiled_for={compiled_for!r}; expected 'user', 'system', or messages with {{pack}}, as "
+                "`pack_place(prompt)` of the adapters makes them."
+            )
         self._facts, self.engine, self.store = facts, engine, open_packs(store)
         self.unit, self.kv, self.compiled_for, self.precompile = unit, kv, compiled_for, precompile
         self.namespace = None if namespace is None else check_namespace(namespace)
@@ -287,6 +294,7 @@ class Delivery:
             compiled_for=self.compiled_for,
             lazy=lazy or self.kv == "lazy",
             compress=self.compress,
+            is_document=self._facts is None,
             is_current=lambda unit: not stored or self._is_current(unit, since),
             progress=progress,
         )

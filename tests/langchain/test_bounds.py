@@ -11,6 +11,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from langchain_core.tools import tool
 
 from kp_core import Fact, Handle, MemoryFactStore, PackStore, find_handles
+from kp_core.banks.base import Hit
 from kp_core.banks.delivery import Delivery
 from kp_core.errors import OptionError
 from kp_langchain import ChatKnowledgePacks
@@ -219,6 +220,25 @@ def test_what_left_is_found_beside_the_question(model, handles, facts, delivery)
     assert handles[3] not in found_in(sent(searching(facts), model, reading(handles[4:], "page 3"), packs=handles[4:]))
     delivery.delete(["3"])
     assert handles[3] not in found_in(sent(middleware, model, messages, packs=handles))
+
+
+def test_what_left_of_a_store_of_ones_own_is_found_without_a_copy(model, packs, facts):
+    theirs = Delivery(None, ENGINE, packs, namespace="book", kv="lazy")
+    hits = [Hit(Fact(page, id=str(number), namespace="book"), 1.0) for number, page in enumerate(PAGES)]
+    handles = [str(found.handle) for found in theirs.deliver(hits)]
+    middleware, messages = searching(facts), reading(handles, "page 3")
+    kept = sent(middleware, model, messages, packs=handles)
+    assert handles[3] in found_in(kept)
+    assert behind(model, kept) <= 1500
+    assert len(facts) == 0
+    # Beside facts, and without what was deleted there or not met here.
+    Delivery(facts, ENGINE, packs, namespace="book", kv="lazy").add([Fact("page 31| Of rope.")], progress=False)
+    rope = str(packs.handle("page 31| Of rope.", "book"))
+    messages = reading([rope, *handles], "page 31")
+    assert rope in found_in(sent(middleware, model, messages, packs=[rope, *handles]))
+    assert handles[3] not in found_in(sent(searching(facts), model, reading(handles[4:], "page 3"), packs=handles[4:]))
+    theirs.sync(lambda _: [page for page in PAGES if page != PAGES[3]])
+    assert handles[3] not in found_in(sent(middleware, model, reading(handles, "page 3"), packs=handles))
 
 
 def test_what_was_found_stays_before_its_question(model, handles, facts, packs, delivery):

@@ -4,7 +4,7 @@ import logging
 
 import chromadb
 import pytest
-from llama_index.core import Document, StorageContext, SummaryIndex, VectorStoreIndex
+from llama_index.core import Document, PromptTemplate, StorageContext, SummaryIndex, VectorStoreIndex
 from llama_index.core.indices.postprocessor import SimilarityPostprocessor
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
@@ -14,7 +14,7 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from kp_core import Handle
-from kp_core.errors import FactError
+from kp_core.errors import FactError, PromptError
 from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor, NumberSources, PackNode
 from tests.conftest import tiny_engine, until
 from tests.llamaindex.conftest import QUESTION, CountingEmbedding
@@ -32,6 +32,12 @@ def llm(store):
 
 def found(*nodes):
     return [NodeWithScore(node=node, score=1 / number) for number, node in enumerate(nodes, 1)]
+
+
+@pytest.mark.parametrize("place", ["syst", PromptTemplate("{context_str} {query_str}"), [5]])
+def test_what_is_no_place_is_refused_when_it_is_given(store, place):
+    with pytest.raises(PromptError, match=r"Got compiled_for=.*expected 'user', 'system', or messages.*pack_place"):
+        KnowledgePackPostprocessor(engine=tiny_engine(), store=store, compiled_for=place)
 
 
 def test_text_metadata_scores_and_order_stay(packs, nodes, store):

@@ -1,6 +1,6 @@
 """What left a conversation is found without reading all that left."""
 
-from kp_core import Fact, MemoryFactStore, PackStore, load_engine
+from kp_core import Fact, MemoryFactStore, PackStore, events, load_engine
 from kp_methods import recall
 from tests.kits import HashEmbedder, tiny_model, tiny_tokenizer
 
@@ -29,3 +29,19 @@ def test_a_text_is_read_once_and_of_many_handles_the_last_count(tmp_path, monkey
     monkeypatch.setattr(recall, "_MET", 5)
     found = recall.recalled(texts[3], handles, facts, engine, store.view("book"), room=1000)
     assert {pack.pack.text for pack in found} < {*texts[-5:]}
+
+
+def test_packs_of_no_fact_are_not_found_and_that_is_said(tmp_path, caplog):
+    engine, store = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer()), PackStore(tmp_path)
+    facts = MemoryFactStore(HashEmbedder())
+    facts.add([Fact("The mill has four sails.", namespace="book")])
+    handles = [store.put(engine.build_pack("The ferry leaves at dawn.", namespace="book", lazy=True))]
+    events.warn_once.cache_clear()
+    for _ in range(2):
+        assert recall.recalled("When does the ferry leave?", handles, facts, engine, store.view("book"), room=99) == []
+    [record] = caplog.records
+    assert "none of them is of a fact in `facts`" in record.message
+    handles.append(store.put(engine.build_pack("The mill has four sails.", namespace="book", lazy=True)))
+    [found] = recall.recalled("When does the ferry leave?", handles, facts, engine, store.view("book"), room=99)
+    assert found.pack.text == "The mill has four sails."
+    [_] = caplog.records
