@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Annotated, Any, Literal, Self
 
 from llama_index.core.base.llms.types import ChatMessage, TextBlock
@@ -12,8 +14,8 @@ from llama_index.core.bridge.pydantic import Field, field_serializer, model_vali
 from llama_index.core.memory import BaseMemoryBlock
 from llama_index.core.memory.memory import DEFAULT_MEMORY_BLOCKS_TEMPLATE
 
-from kp_core import FactStore, Handle, Message, PackView, strip_handles
-from kp_core.errors import PackNotFoundError
+from kp_core import FactStore, Handle, Message, PackView, find_handles, strip_handles
+from kp_core.errors import PackNotFoundError, ShortTextError
 from kp_core.packs.view import PackRef, Packs
 from kp_core.plan.request import refuse_unknown
 from kp_core.prompt.conversation import SLOT
@@ -33,14 +35,15 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     oldest leave the prompt in one block, down to half, so that the rest stays cached, and a line says so. With
     `memory="search"`, packs that have left become facts in `facts`, and the one or two that the model attends to for
     the newest message of the user come back; with `insert_method="user"` of `Memory` they stand beside it. The LLM
-    must resolve handles of `namespace` in the same store. Unless it was given another `keep`, it keeps the KV that it
-    computes behind them (`"always"`).
+    must resolve handles of `namespace`, and of what its tools find, in the same store. Unless it was given another
+    `keep`, it keeps the KV that it computes behind them (`"always"`).
 
     `model_dump` returns the state of a block: handles, the store's path and the settings. To go on after a restart:
     `KnowledgePackMemoryBlock(**data, engine=engine, facts=facts)`.
 
-    Each flushed message is a line `role: text`. Handles in messages of `trusted_roles`, such as search results, are
-    replaced by their texts, so that they are remembered. A handle anywhere else becomes plain text.
+    Each flushed message is a line `role: text`. A handle in a message of `trusted_roles`, such as a search result,
+    stays the handle of its pack: nothing is copied, and what is deleted is not remembered. Elsewhere it is plain text.
+    Trust no roles here that the LLM does not trust.
 
     Engine or model are given as to `KnowledgePackLLM`. With `lazy`, KV is computed when a pack is first read.
     """
@@ -75,12 +78,14 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
         return str(store.blobs or store)
 
     def text(self) -> str:
-        """The text of all packs. Raises `PackNotFoundError` if the store lacks one of them."""
+        """The text of all packs, a line for each deleted one. Raises `PackNotFoundError` if the store lost one."""
         text = ""
-        for handle in self.handles:
-            if (pack := self.store.peek(Handle.parse(handle))) is None:
-                raise PackNotFoundError(f"{self.store!r} has no pack {handle}, which this memory holds.")
-            text += pack.text
+        for name in self.handles:
+            parts = self.store.view(Handle.parse(name).namespace).split(name, "system")
+            if parts == (name,):
+                raise PackNotFoundError(f"{self.store!r} has no pack {name}, which this memory holds.")
+            said = "".join(part.text if isinstance(part, PackRef) else part for part in parts)
+            text += said if said.endswith("\n") else f"{said}\n"
         return text
 
     async def _aget(self, messages: list[ChatMessage] | None = None, **block_kwargs: Any) -> str:
@@ -106,16 +111,17 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
             self._added(messages)
 
     def _added(self, messages: list[ChatMessage]) -> None:
-        text = "".join(f"{line}\n" for message in messages for line in self._lines(message))
-        if not text.strip():
+        handles, text = list[str](), ""
+        for part in (part for message in messages for part in self._parts(message)):
+            if isinstance(part, Handle):
+                handles += [*self._packed(text), str(part)]
+                text = ""
+            else:
+                text += part
+        handles += self._packed(text)
+        if not handles:
             return
-        self.store.handle(text, self.namespace)  # It raises for text that is not Unicode.
-        # A turn longer than the window is kept as text alone, and leaves at once.
-        is_long = len(self._engine().tokenizer.encode(text, add_special_tokens=False)) > self._most()
-        settings: dict[str, Any] = {"namespace": self.namespace, "lazy": self.lazy or is_long}
-        settings["provenance"] = {MEMORY: self.name}
-        pack = self._engine().build_pack(text, compiled_for=self._place(), **settings)
-        handles, left = [*self.handles, str(self.store.put(pack))], list[str]()
+        handles, left = [*self.handles, *handles], list[str]()
         sizes, most = list(map(self._size, handles)), self._most()
         if sum(sizes) > most:
             while handles and sum(sizes) > (most if len(sizes) == 1 else most // 2):
@@ -123,8 +129,22 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
                 del sizes[0]
         if self.facts is not None:
             packs = filter(None, (self.store.peek(Handle.parse(handle)) for handle in left))
-            remember([pack.text for pack in packs], self.facts, self._engine(), self.store, self.namespace)
+            said = [pack.text for pack in packs if MEMORY in pack.provenance]
+            remember(said, self.facts, self._engine(), self.store, self.namespace)
         self.handles, self.left = handles, [*self.left, *left]
+
+    def _packed(self, text: str) -> list[str]:
+        """The handle of a pack of `text`, if it says anything."""
+        if not text.strip():
+            return []
+        self.store.handle(text, self.namespace)  # It raises for text that is not Unicode.
+        # A turn longer than the window is kept as text alone, and leaves at once.
+        is_long = len(self._engine().tokenizer.encode(text, add_special_tokens=False)) > self._most()
+        settings: dict[str, Any] = {"namespace": self.namespace, "lazy": self.lazy or is_long}
+        settings["provenance"] = {MEMORY: self.name}
+        with suppress(ShortTextError):  # No token of it is its own: a full stop behind a result.
+            return [str(self.store.put(self._engine().build_pack(text, compiled_for=self._place(), **settings)))]
+        return []
 
     def _most(self) -> int:
         """The tokens that packs in the prompt may have."""
@@ -137,14 +157,19 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
         pack = self.store.peek(Handle.parse(handle))
         return 0 if pack is None else len(self._engine().tokenizer.encode(pack.text, add_special_tokens=False))
 
-    def _lines(self, message: ChatMessage) -> list[str]:
+    def _parts(self, message: ChatMessage) -> Iterator[str | Handle]:
+        """The lines of a message, and between them the packs that it brings."""
         [turn] = to_messages([message])
-        parts = self._view().split(turn["content"], turn["role"])
-        text = "".join(part.text if isinstance(part, PackRef) else part for part in parts).strip()
-        lines = [f"{turn['role']}: {text}"] if text else []
-        calls = [call["function"] for call in turn.get("tool_calls", ())]
-        lines += [f"{turn['role']} called {call['name']} with {json.dumps(call['arguments'])}" for call in calls]
-        return lines
+        role, said, end, line = turn["role"], turn["content"], 0, f"{turn['role']}: "
+        for start, stop, handle in find_handles(said) if role in self.trusted_roles else ():
+            if self.store.peek(handle) is not None or self.store.buried(handle):
+                yield f"{line}{said[end:start]}".strip() + "\n"
+                yield handle
+                end, line = stop, ""
+        if text := said[end:].strip():
+            yield f"{line}{text}\n"
+        for call in (call["function"] for call in turn.get("tool_calls", ())):
+            yield f"{role} called {call['name']} with {json.dumps(call['arguments'])}\n"
 
     def _place(self) -> list[Message]:
         """The place where LlamaIndex's memory puts the first handle."""

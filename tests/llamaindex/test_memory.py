@@ -11,6 +11,7 @@ from llama_index.core.memory import Memory
 from pydantic import ValidationError
 
 from kp_core import Fact, MemoryFactStore, PackStore, find_handles
+from kp_core.banks.delivery import Delivery
 from kp_core.errors import OptionError, PackNotFoundError, PromptError
 from kp_llamaindex import KnowledgePackLLM, KnowledgePackMemoryBlock, to_messages
 from kp_llamaindex.memory import _LEFT
@@ -111,20 +112,40 @@ async def test_nothing_to_remember(block):
     assert await block.aget() == ""
 
 
-async def test_search_results_are_remembered_as_text(block, store):
-    fact = "The mill has four sails."
-    handle = str(store.put(ENGINE.build_pack(fact, lazy=True)))
+async def test_search_results_are_remembered_as_their_packs_and_forgotten_with_them(block, store):
+    """Whatever namespace they have; the model reads those that it may."""
+    facts = ["The mill has four sails.", "The ferry leaves at dawn."]
+    mill, ferry = (store.put(ENGINE.build_pack(fact, namespace="isles", lazy=True)) for fact in facts)
     call = ToolCallBlock(tool_call_id="1", tool_name="search", tool_kwargs={"q": "mill"})
     await block.aput(
         [
             ChatMessage(role="assistant", blocks=[call]),
-            ChatMessage(handle, role="tool", additional_kwargs={"tool_call_id": "1"}),
-            ChatMessage(f"It says {handle}.", role="assistant"),
+            ChatMessage(f"{mill}\n\nand {ferry}.", role="tool", additional_kwargs={"tool_call_id": "1"}),
+            ChatMessage(f"It says {mill}.", role="assistant"),
         ]
     )
-    assert block.text() == (
-        f'assistant called search with {{"q": "mill"}}\ntool: {fact}\nassistant: It says {handle}.\n'
-    )
+    called, said = 'assistant called search with {"q": "mill"}\ntool:\n', f"assistant: It says {mill}.\n"
+    assert block.text() == f"{called}{facts[0]}\nand\n{facts[1]}\n.\n{said}"
+    assert [handle for *_, handle in find_handles(await block.aget())][1:4:2] == [mill, ferry]
+    memory = Memory.from_defaults(token_limit=300, memory_blocks=[block], tokenizer_fn=str.split)
+    memory.put(ChatMessage("What did it say?"))
+    read = {}
+    for spaces in (["default"], ["default", "isles"]):
+        llm = KnowledgePackLLM(engine=ENGINE, store=store, namespaces=spaces, max_tokens=1)
+        read[len(spaces)] = llm.chat(memory.get()).raw["kp"]["packs"]
+    assert set(read[2]) - set(read[1]) == {str(mill), str(ferry)}
+    Delivery(None, ENGINE, store, namespace="isles").forget(mill)
+    assert block.text() == f"{called}This passage was deleted.\nand\n{facts[1]}\n.\n{said}"
+    assert not [path for path in store.path.rglob("*") if path.is_file() and b"four sails" in path.read_bytes()]
+
+
+async def test_only_what_was_said_becomes_a_fact(store):
+    facts = MemoryFactStore(LetterEmbedder())
+    block = KnowledgePackMemoryBlock(engine=ENGINE, store=store, memory="search", facts=facts, memory_tokens=1)
+    handle = store.put(ENGINE.build_pack("The mill has four sails.", lazy=True))
+    await block.aput([ChatMessage(f"{handle}", role="tool", additional_kwargs={"tool_call_id": "1"})])
+    assert [fact.text for fact in facts.facts()] == ["tool:\n"]
+    assert str(handle) in block.left
 
 
 async def test_it_persists(block, store):
