@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kp_core.packs.handle import strip_handles
 from kp_core.plan.engine import FinishReason, TokenStream
-from kp_core.plan.plan import COMPUTED, Plan
+from kp_core.plan.plan import COMPUTED, Plan, Region
 from kp_core.plan.request import Request
-from kp_core.prompt.prompt import Prompt
+from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.template import ChatTemplate
 from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader, Tool, ToolCall
 from kp_core.tools.base import BYTE_TOKEN, TokenLogprob, scored_token, token_bytes
@@ -293,11 +293,9 @@ def miss_of(plan: Plan, found: int, template: ChatTemplate, tools: Iterable[Tool
     at = next((start for start, _, source, _ in sources if source in COMPUTED), None)
     if at is None:
         return ""
-    if at == 0:
-        behind = sum(stop - start for start, stop, source, _ in sources if source not in COMPUTED)
-        why = "no beginning of the prompt is in memory or stored" if plan.reuse else "the request says reuse=False"
-        return f"Computed from the first token on: {why}{f'; {behind:,} tokens further on are' * bool(behind)}."
     prompt, tokenizer = plan.prompt, template.tokenizer
+    if at == 0:
+        return _from_the_first(plan, [part for part in sources if part[2] not in COMPUTED])
     quoted = tokenizer.decode(prompt.token_ids[at : at + _QUOTED])
     number = bisect_right(prompt.breaks, at)
     if quoted.lstrip().startswith(tuple(tokenizer.all_special_tokens)):  # What stands around the next message.
@@ -306,7 +304,7 @@ def miss_of(plan: Plan, found: int, template: ChatTemplate, tools: Iterable[Tool
     named = {tool.name: before.rfind(json.dumps(tool.name)) for tool in tools}
     if span := next((span for span in prompt.spans if span.start <= at < span.stop), None):
         where = f"the pack {span.handle}"
-        if (prefix := span.pack.prefix) and prefix != prompt.token_ids[: span.start]:
+        if span in _elsewhere(prompt):
             where += ", which is compiled behind another beginning"
     elif number > len(prompt.roles):
         where = "what the template puts before the answer"
@@ -317,3 +315,20 @@ def miss_of(plan: Plan, found: int, template: ChatTemplate, tools: Iterable[Tool
     else:
         where = "the system message"
     return f"Computed from token {at} on, {quoted!r} in {where}: what is in memory or stored ends there, or differs."
+
+
+def _from_the_first(plan: Plan, held: Sequence[tuple[int, int, str, Region]]) -> str:
+    """Why the first token is computed. `held` are the regions that are not."""
+    if held:
+        count = sum(stop - start for start, stop, *_ in held)
+        return f"Computed up to token {held[0][0]:,}, where the first of {count:,} tokens with stored KV stands."
+    if not plan.reuse:
+        return "Computed from the first token on: the request says reuse=False."
+    moved = _elsewhere(plan.prompt)
+    other = f"; the pack {moved[0].handle} is compiled behind another beginning" if moved else ""
+    return f"Computed from the first token on: no beginning of the prompt is in memory or stored{other}."
+
+
+def _elsewhere(prompt: Prompt) -> list[Span]:
+    """The packs that are compiled behind another beginning than theirs here."""
+    return [span for span in prompt.spans if span.pack.prefix and span.pack.prefix != prompt.token_ids[: span.start]]
