@@ -22,6 +22,7 @@ from kp_core.steering import preset
 _TOKENS = (500, 2000)
 _PASSAGES, _LENGTH = 10, 130  # As a search finds them: how many, and tokens of each, about.
 _QUESTION = "What is the name of the highest peak on Thranmoor?"
+_ANSWER = "Mount Sarrow"
 _STYLED = "What is the sun?"
 _ALPHAS = {-1.0: "casual", 0.0: "as it is", 1.5: "formal"}
 _NEXT = """
@@ -68,7 +69,7 @@ def _show_ten(out: Console, session: Session, store: PackStore, facts: Sequence[
     out.print("As packs, the model's own attention chooses which are read (`select`); the rest is never computed.")
     passages = list(_passages(session, facts, [_LENGTH] * _PASSAGES))
     text, read = _compared(out, session, store, passages, composer="select")
-    out.print(f"{read.usage.unread_packs} of {len(passages)} packs were left out.")
+    out.print(f"{read.usage.unread_packs} of {len(passages)} packs were left out. The passages say {_ANSWER}.")
     out.print(f"text  {text.text.strip()}", style="yellow")
     out.print(f"packs {read.text.strip()}", style="green")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import tempfile
 import threading
 from pathlib import Path
@@ -13,8 +14,9 @@ import typer
 
 from kp_cli import waiting
 from kp_cli.options import ModelOptions, existing, spread
-from kp_cli.output import console
+from kp_cli.output import console, warn
 from kp_core.bundled import needing
+from kp_core.errors import FactError, ModelError
 from kp_core.progress import bar_of
 
 __all__ = ["play"]
@@ -37,6 +39,8 @@ def play(
     Only this machine can open the page, and it sends nothing anywhere. Ctrl-C or SIGTERM closes it and deletes its
     documents.
     """
+    if port:
+        _try(port)  # Before a model is loaded, which may take minutes.
     out = console()
     roots = [existing(path) for path in files or ()]
     paths = [path for root in roots for path in ([root] if root.is_file() else sorted(root.rglob("*")))]
@@ -50,9 +54,14 @@ def play(
             from kp_core.banks.embed import SentenceTransformerEmbedder
         session = model.load()
         world = World(session, SentenceTransformerEmbedder(), Path(folder), model.address)
-        with bar_of("Compiling", None, "pack") as bar:
-            for _ in world.add([path for path in paths if path.is_file()] if files else SAMPLE):
-                bar.update()
+        try:
+            with bar_of("Compiling", None, "pack") as bar:
+                for _ in world.add([path for path in paths if path.is_file()] if files else SAMPLE):
+                    bar.update()
+        except FactError as error:
+            if not world.documents:
+                raise
+            warn(str(error))
         page = serve(world, port, () if files else QUESTIONS)
         try:
             out.print(f"The playground of {session.name} is at {page.local_url} (Ctrl-C closes it).", soft_wrap=True)
@@ -63,3 +72,11 @@ def play(
         finally:
             page.close(verbose=False)
             session.close()
+
+
+def _try(port: int) -> None:
+    """Raise `ModelError` for a port that is in use."""
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        raise ModelError(f"Port {port} cannot be used; give another one with --port.") from error

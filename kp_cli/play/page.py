@@ -63,7 +63,7 @@ def _own_requests(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitabl
 
 
 def serve(world: World, port: int | None = None, questions: Sequence[str] = ()) -> gr.Blocks:
-    """Open the page on this machine, with examples of questions. Raises `ModelError` for a port that is in use."""
+    """Open the page on this machine, with examples of questions. Raises `ModelError` if no port is free."""
     # Warm up: the first answer of a process is slow, and the first question's packs would pay for it.
     world.session.generate("Hello", max_tokens=1, reuse=False)
     page = make_page(world, questions)
@@ -87,8 +87,7 @@ def serve(world: World, port: int | None = None, questions: Sequence[str] = ()) 
             app_kwargs={"middleware": [Middleware(_own_requests)]},
         )
     except OSError as error:
-        reason = f"Port {port} cannot be used" if port else "No port from 7860 to 7959 is free"
-        raise ModelError(f"{reason}; give another one with --port.") from error
+        raise ModelError("No port from 7860 to 7959 is free; give one with --port.") from error
     return page
 
 

@@ -26,6 +26,7 @@ MOST_CHARACTERS = 200_000
 
 _NAMESPACE = "play"
 _PART_TOKENS = 1200
+_NAMED = 3  # Of what could not be read.
 _PARAGRAPH = 1000  # Characters that the embedder reads of a text.
 _INSTRUCTION = "Answer the question in one short sentence, using the text above."
 
@@ -73,26 +74,38 @@ class World:
     def add(self, files: Iterable[Path]) -> Iterator[Document]:
         """Compile the packs of `files`, one after the other. A file replaces an earlier one of the same name.
 
-        Nothing is added unless all files can be read. Raises `FactError` for a file that holds no text or is of an
-        unknown type, and for more than 200,000 characters.
+        A file that cannot be read, is of an unknown type or holds no text is left out: behind the others `FactError`
+        names it. More than 200,000 characters raise it before anything is added.
         """
-        facts_by_name, size, title = dict[str, list[Fact]](), 0, ""
+        facts_by_name, size, unread = dict[str, list[Fact]](), 0, list[str]()
         for file in files:
             name = file.name if file.name not in facts_by_name else f"{file.parent.name}/{file.name}"
-            facts_by_name[name] = []
-            for fact in self._read(file):
-                facts_by_name[name].append(fact)
-                size += len(fact.text) + len(fact.title) * (fact.title != title)
-                title = fact.title
-                if size > MOST_CHARACTERS:  # Stop reading: the file may go on without limit.
-                    raise FactError(
-                        f"Got too many characters; the playground takes {MOST_CHARACTERS:,} at once. "
-                        "`kp build` makes a collection of any size."
-                    )
-            if not facts_by_name[name]:
-                raise FactError(f"{file.name}: holds no text; expected at least a sentence.")
+            facts, title = facts_by_name.setdefault(name, []), ""
+            try:
+                for fact in self._read(file):
+                    facts.append(fact)
+                    size += len(fact.text) + len(fact.title) * (fact.title != title)
+                    title = fact.title
+                    if size > MOST_CHARACTERS:  # Stop reading: the file may go on without limit.
+                        break
+            except FactError as error:
+                facts.clear()
+                unread.append(str(error))
+            if size > MOST_CHARACTERS:
+                raise FactError(
+                    f"Got too many characters; the playground takes {MOST_CHARACTERS:,} at once. "
+                    "`kp build` makes a collection of any size."
+                )
         for source, facts in facts_by_name.items():
-            yield from self._compile(source, list(self._parts(facts)))
+            if not facts:
+                continue
+            try:
+                yield from self._compile(source, list(self._parts(facts)))
+            except FactError as error:
+                unread.append(str(error))
+        if unread:
+            more = [f"And {len(unread) - _NAMED:,} more."] if len(unread) > _NAMED else []
+            raise FactError("Left out: " + " ".join([*unread[:_NAMED], *more]))
 
     def ask(
         self, question: str, k: int = 1, *, composer: str = "exact"
@@ -143,11 +156,16 @@ class World:
             yield document
 
     def _read(self, file: Path) -> Iterator[Fact]:
+        fact = None
         try:
-            yield from read_facts(file, max_chars=_PARAGRAPH)
+            for fact in read_facts(file, max_chars=_PARAGRAPH):
+                yield fact
         except FactError as error:
-            # Do not show where an upload lies on this machine.
-            raise FactError(str(error).replace(str(file), file.name)) from error
+            # Do not show where an upload lies on this machine, nor an option that the page has not.
+            said = str(error.__cause__ or error).replace(str(file), file.name)
+            raise FactError(f"{said.rstrip('.')}.") from error
+        if fact is None:
+            raise FactError(f"{file.name}: holds no text; expected at least a sentence.")
 
     def _parts(self, facts: Iterable[Fact]) -> Iterator[list[Fact]]:
         """Divide the paragraphs of a file into parts that fit one pack; titles become text."""

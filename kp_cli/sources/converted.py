@@ -20,6 +20,7 @@ from kp_core.errors import FactError
 _LARGEST, _TIMES = 100_000_000, 20
 _DEEPEST = 500  # Elements of XML in each other; converters descend by recursion.
 _DEEPEST_FORMS = 6  # Forms of a PDF that draw each other; each may draw the next many times.
+_UNTITLED = "untitled"  # What ReportLab writes as the title of a PDF that has none.
 _MOST_CHARS = 1_000_000  # Of a page of PDF; forms that draw each other could make any number.
 _PLAIN = {"strip": ["a", "b", "em", "i", "strong", "u"], "escape_asterisks": False, "escape_underscores": False}
 _IMAGE = re.compile(r"!\[([^\]]*)\]\([^)]*\)")
@@ -93,6 +94,7 @@ def _pages(path: Path, convert: _Convert, max_chars: int) -> Iterator[Draft]:
     try:
         with pypdfium2.PdfDocument(path) as document:
             title, pages = document.get_metadata_value("Title").strip(), len(document)
+        title = "" if title == _UNTITLED else title
         nested = _nested_pages(path)
     except OSError:
         raise

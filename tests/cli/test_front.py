@@ -104,7 +104,7 @@ def test_the_demo_on_the_bundled_model(kp: Kp, monkeypatch: pytest.MonkeyPatch, 
     code, out, err = kp("demo")
     assert code == 0, err
     check_demo(out, demo._PASSAGES)
-    assert "Mount Sarrow" in out
+    assert out.count("Mount Sarrow") > 1, "also in an answer"
 
 
 @pytest.mark.slow

@@ -192,6 +192,8 @@ def test_pdf(tmp_path: Path) -> None:
         Fact("The mill has four sails.", title="Guide", source=str(path), metadata={"page": 1}),
         Fact("A ferry leaves at six.", title="Guide", source=str(path), metadata={"page": 3}),
     ]
+    path.write_bytes(pdf("The mill has four sails.", title="untitled"))
+    assert [fact.title for fact in read_facts(path)] == [""]
 
 
 TEAMS = [("Team", "People", "Seats"), ("billing", "8", "800"), ("support desk", "", "950")]

@@ -20,6 +20,13 @@ def test_a_missing_file_is_named_before_a_model_is_loaded(kp):  # noqa: F811
     assert (code, said) == (1, "kp: There is no file nowhere.txt. Check the path.\n")
 
 
+def test_a_port_that_is_taken_is_named_before_a_model_is_loaded(kp):  # noqa: F811
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, _, said = kp("play", "--port", port, "--engine", "tests.cli.engines:number")
+    assert (code, said) == (1, f"kp: Port {port} cannot be used; give another one with --port.\n")
+
+
 @pytest.mark.slow
 def test_the_server_answers_its_own_page_alone_and_ends_in_one_line(tmp_path, monkeypatch):
     pytest.importorskip("gradio")
@@ -50,11 +57,6 @@ def test_the_server_answers_its_own_page_alone_and_ends_in_one_line(tmp_path, mo
         for host in _own_addresses():
             with pytest.raises(OSError, match="refused"):
                 socket.create_connection((host, int(port)), timeout=5)
-
-        second = started("play", "mill.txt", "--port", port, *ENGINE, **options)
-        _, said = second.communicate(timeout=120)
-        assert second.returncode == 1
-        assert f"kp: Port {port} cannot be used; give another one with --port." in said.decode()
 
         playing.send_signal(signal.SIGINT)
         out, said = playing.communicate(timeout=60)

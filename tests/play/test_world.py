@@ -82,17 +82,33 @@ def test_files_of_one_name_do_not_displace_one_another(world, tmp_path):
         ("huge.txt", "word " * (MOST_CHARACTERS // 4), "takes 200,000 at once"),
     ],
 )
-def test_what_is_no_document_changes_nothing(world, tmp_path, name, content, said):
+def test_what_is_no_document_is_left_out_and_named(world, tmp_path, name, content, said):
     before = dict(world.documents)
     good, bad = tmp_path / "good.txt", tmp_path / name
     good.write_text("The good one.")
     bad.write_text(content)
     with pytest.raises(FactError, match=said) as caught:
-        list(world.add([good, bad]))
-    assert world.documents == before
+        list(world.add([bad, good]))
+    assert world.documents.keys() - before.keys() == ({"good.txt"} if name != "huge.txt" else set())
     assert str(tmp_path) not in str(caught.value)
+    assert "on-error" not in str(caught.value)
     with pytest.raises(FactError, match="Got nothing"):
         list(world.paste("  \n"))
+
+
+def test_a_file_that_replaces_another_and_cannot_be_read_leaves_it(world, tmp_path):
+    before = dict(world.documents)
+    (tmp_path / "mill.md").write_text("")
+    with pytest.raises(FactError, match=r"mill\.md: holds no text"):
+        list(world.add([tmp_path / "mill.md"]))
+    assert world.documents == before
+
+
+def test_of_many_bad_files_three_are_named(world, tmp_path):
+    for number in range(5):
+        (tmp_path / f"{number}.exe").write_text("MZ")
+    with pytest.raises(FactError, match=r"Left out: 0\.exe.*1\.exe.*2\.exe.* And 2 more\.$"):
+        list(world.add(sorted(tmp_path.glob("*.exe"))))
 
 
 def test_pasted_text_is_named_by_its_first_words_and_leaves_no_file(world, tmp_path):
