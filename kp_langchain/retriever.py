@@ -96,8 +96,9 @@ class PackRetriever(BaseRetriever):
 class WrappedRetriever(PackRetriever):
     """The documents that `retriever` finds, with packs; order, text, id and metadata stay.
 
-    `handle`, `text` and `kp` are added to the metadata, the first two only if it has no such field. Options of a call
-    go to `retriever`. After changes of the documents that it finds, call `sync`.
+    `handle`, `text` and `kp` are added to the metadata, the first two only if it has no such field. Other fields are
+    those of `KnowledgePackRetriever`: `namespace`, `content`, `compiled_for`, `precompile`, `kv`, `compress`. Options
+    of a call go to `retriever`. After changes of the documents that it finds, call `sync`.
     """
 
     retriever: BaseRetriever = Field(exclude=True)

@@ -172,8 +172,10 @@ class KnowledgePackRetriever(BaseRetriever):
     `content="text"` the nodes have no handle.
 
     `filters` selects facts by the metadata of their nodes. `probes` and `score_cutoff` (its `score_threshold`)
-    are those of `Delivery.search`. Scores are cosines. `packing`: `engine`, `namespace`, `unit`, `compiled_for`,
-    `lazy`, `precompile` and `compress`, as in `Delivery`.
+    are those of `Delivery.search`. Scores are cosines. `packing`, with its defaults: `engine=None` compiles,
+    `namespace="default"`, `unit="fact"` (or `bank`, `document`), `compiled_for="user"` (the start of a user message;
+    `system`, or `pack_place(prompt, llm)`), `lazy=False` (`True`: packs without KV, which is computed in the prompt),
+    `precompile="idle"` (KV when the engine is idle; `now`: before a search returns) and `compress="none"`.
 
     Raises `OptionError` for options that do not exist, and the errors of `FactStore.search`.
     """
@@ -222,8 +224,9 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
     """Turns the nodes of any retriever into `PackNode`s of packs in `store`. Text, metadata, scores and order stay.
 
     A new node is compiled by `engine` for the position `compiled_for`, by default that of the first node in
-    LlamaIndex's own question prompt. `packing` is as for `KnowledgePackRetriever`. Nodes of images and nodes without
-    text stay as they are. Put it last, behind rerankers and whatever rewrites nodes.
+    LlamaIndex's own question prompt: when the engine is idle, or with `precompile="now"` before the query goes on.
+    `packing` is as for `KnowledgePackRetriever`. Nodes of images and nodes without text stay as they are. Put it last,
+    behind rerankers and whatever rewrites nodes.
 
         engine = index.as_query_engine(llm=llm, node_postprocessors=[KnowledgePackPostprocessor(engine=..., store=...)])
     """
@@ -252,7 +255,7 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
         return list(map(str, self.delivery.discard(ref_doc_id)))
 
     def compile(self, nodes: Iterable[BaseNode], *, progress: bool = True) -> list[str]:
-        """Compile the packs of `nodes` that have none, before anybody asks; returns the handles of all."""
+        """Compile the packs of `nodes` that have none for this place, before anybody asks; returns all handles."""
         nodes = list(nodes)
         if not nodes:
             logger.warning("Got no nodes, so no packs were compiled. %s", _NODES_ELSEWHERE)

@@ -24,11 +24,11 @@ class KnowledgePackSelector(BaseSelector):
 
     A single selection is the likeliest choice. With `multi`, each choice is a question of its own, and all that are at
     least as likely as `threshold` are selected, or else the likeliest, the best first. A reason tells the probability.
-    `rotations` are those of `decide`.
+    `rotations` are those of `decide`: by default all orders, because models favour the first choice.
     """
 
     def __init__(
-        self, llm: KnowledgePackLLM, *, multi: bool = False, threshold: float = 0.5, rotations: Rotations = 1
+        self, llm: KnowledgePackLLM, *, multi: bool = False, threshold: float = 0.5, rotations: Rotations = "all"
     ) -> None:
         self.llm, self.multi, self.threshold, self.rotations = llm, multi, threshold, rotations
 

@@ -27,7 +27,7 @@ def choices():
 def likeliest(llm, query=QUERY):
     labels = {str(at): f"{name}: {about}" for at, (name, about) in enumerate(ABOUT.items(), 1)}
     question = Question("Which of these is best to answer the question above?", labels)
-    return llm.engine.decide(query, {0: question}).answers[0]
+    return llm.engine.decide(query, {0: question}, rotations="all").answers[0]
 
 
 async def test_a_single_selection_is_the_likeliest_choice(llm):
@@ -45,7 +45,8 @@ async def test_several_selections_are_those_above_the_threshold_or_the_best(llm)
     shares = []
     for name, about in ABOUT.items():
         question = Question(f"Can this help to answer the question above?\n\n{name}: {about}")
-        shares.append(llm.engine.decide(QUERY, {0: question}).answers[0].probabilities["yes"])
+        decided = llm.engine.decide(QUERY, {0: question}, rotations="all")
+        shares.append(decided.answers[0].probabilities["yes"])
     order = sorted(range(3), key=lambda at: -shares[at])
     for threshold, count in ((0.0, 3), (shares[order[1]], 2), (1.1, 1)):
         selector = KnowledgePackSelector(llm, multi=True, threshold=threshold)
@@ -63,7 +64,7 @@ def test_packs_of_the_llm_and_handles_of_the_query_are_read(tmp_path):
         str(store.put(engine.build_pack(f"Harbour {n} has {n * 7} red boats.", namespace="isles"))) for n in (1, 2)
     ]
     llm = KnowledgePackLLM(engine=engine, store=store, namespaces=["isles"], packs=[handles[0]])
-    found = KnowledgePackSelector(llm, rotations="all").select(choices(), f"{handles[1]}\n{QUERY}")
+    found = KnowledgePackSelector(llm).select(choices(), f"{handles[1]}\n{QUERY}")
     assert [0, 1, 2].count(found.ind) == 1
     plain = KnowledgePackSelector(KnowledgePackLLM(engine=engine)).select(choices(), QUERY)
     assert found.reason != plain.reason
