@@ -78,11 +78,14 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
         return str(store.blobs or store)
 
     def text(self) -> str:
-        """The text of all packs, a line for each deleted one. Raises `PackNotFoundError` if the store lost one."""
-        text = ""
+        """The text of all packs of `namespace`, a line for each deleted one, and the handles of others.
+
+        Raises `PackNotFoundError` if the store lost one of `namespace`.
+        """
+        text, view = "", self.store.view(self.namespace)
         for name in self.handles:
-            parts = self.store.view(Handle.parse(name).namespace).split(name, "system")
-            if parts == (name,):
+            parts = view.split(name, "system")
+            if parts == (name,) and Handle.parse(name).namespace == self.namespace:
                 raise PackNotFoundError(f"{self.store!r} has no pack {name}, which this memory holds.")
             said = "".join(part.text if isinstance(part, PackRef) else part for part in parts)
             text += said if said.endswith("\n") else f"{said}\n"
@@ -128,8 +131,8 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
                 left.append(handles.pop(0))
                 del sizes[0]
         if self.facts is not None:
-            packs = filter(None, (self.store.peek(Handle.parse(handle)) for handle in left))
-            said = [pack.text for pack in packs if MEMORY in pack.provenance]
+            own = [handle for handle in map(Handle.parse, left) if handle.namespace == self.namespace]
+            said = [pack.text for pack in map(self.store.peek, own) if pack and MEMORY in pack.provenance]
             remember(said, self.facts, self._engine(), self.store, self.namespace)
         self.handles, self.left = handles, [*self.left, *left]
 

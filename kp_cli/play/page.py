@@ -87,7 +87,8 @@ def serve(world: World, port: int | None = None, questions: Sequence[str] = ()) 
             app_kwargs={"middleware": [Middleware(_own_requests)]},
         )
     except OSError as error:
-        raise ModelError("No port from 7860 to 7959 is free; give one with --port.") from error
+        reason = f"Port {port} cannot be used" if port else "No port from 7860 to 7959 is free"
+        raise ModelError(f"{reason}; give another one with --port.") from error
     return page
 
 

@@ -125,7 +125,9 @@ async def test_search_results_are_remembered_as_their_packs_and_forgotten_with_t
         ]
     )
     called, said = 'assistant called search with {"q": "mill"}\ntool:\n', f"assistant: It says {mill}.\n"
-    assert block.text() == f"{called}{facts[0]}\nand\n{facts[1]}\n.\n{said}"
+    assert block.text() == f"{called}{mill}\nand\n{ferry}\n.\n{said}", "what the block may not read stays a handle"
+    mine = block.model_copy(update={"namespace": "isles", "handles": [str(mill), str(ferry)]})
+    assert mine.text() == "".join(f"{fact}\n" for fact in facts)
     assert [handle for *_, handle in find_handles(await block.aget())][1:4:2] == [mill, ferry]
     memory = Memory.from_defaults(token_limit=300, memory_blocks=[block], tokenizer_fn=str.split)
     memory.put(ChatMessage("What did it say?"))
@@ -135,7 +137,8 @@ async def test_search_results_are_remembered_as_their_packs_and_forgotten_with_t
         read[len(spaces)] = llm.chat(memory.get()).raw["kp"]["packs"]
     assert set(read[2]) - set(read[1]) == {str(mill), str(ferry)}
     Delivery(None, ENGINE, store, namespace="isles").forget(mill)
-    assert block.text() == f"{called}This passage was deleted.\nand\n{facts[1]}\n.\n{said}"
+    assert mine.text() == f"This passage was deleted.\n{facts[1]}\n"
+    assert llm.chat(memory.get()).raw["kp"]["packs"] == [handle for handle in read[2] if handle != str(mill)]
     assert not [path for path in store.path.rglob("*") if path.is_file() and b"four sails" in path.read_bytes()]
 
 
@@ -146,6 +149,16 @@ async def test_only_what_was_said_becomes_a_fact(store):
     await block.aput([ChatMessage(f"{handle}", role="tool", additional_kwargs={"tool_call_id": "1"})])
     assert [fact.text for fact in facts.facts()] == ["tool:\n"]
     assert str(handle) in block.left
+
+
+async def test_the_memory_of_another_namespace_is_not_copied_into_this_one(store):
+    theirs = KnowledgePackMemoryBlock(engine=ENGINE, store=store, namespace="theirs")
+    await theirs.aput([ChatMessage("My password is plumbago.")])
+    facts = MemoryFactStore(LetterEmbedder())
+    block = KnowledgePackMemoryBlock(engine=ENGINE, store=store, memory="search", facts=facts, memory_tokens=1)
+    await block.aput([ChatMessage(f"Read this: {theirs.handles[0]}")])
+    assert not [fact for fact in facts.facts() if "plumbago" in fact.text]
+    assert "plumbago" not in block.text() + await block.aget([ChatMessage("What is the password?")])
 
 
 async def test_it_persists(block, store):
