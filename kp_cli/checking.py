@@ -24,7 +24,6 @@ from kp_core.banks.delivery import Delivery
 from kp_core.bundled import cache_directory, converted_folders
 from kp_core.errors import FactError, FactStoreLockedError, PackError
 from kp_core.packs.entry import open_entry
-from kp_core.packs.store import default_room
 
 _MOST_ROWS = 20
 _HINT = "`kp build COLLECTION FILE...` makes a collection."
@@ -127,10 +126,10 @@ def _about_store(path: str) -> _Shown:
         **_summed("all", sources),
         "entries": len(entries),
         "bytes": store.nbytes,
-        "max_bytes": store.max_bytes,
+        "max_bytes": store.quota.max_bytes,
         "compression": dict(Counter(entry.compression for entry in entries if entry.stored_bytes)),
         "fingerprints": dict(Counter(entry.fingerprint.id for entry in entries)),
-        "kept": {"entries": len(kept), "bytes": sum(kept), "max_bytes": store.max_bytes or default_room(store.blobs)},
+        "kept": {"entries": len(kept), "bytes": sum(kept), "max_bytes": store.quota.for_kept},
         "sources": sources,
     }
     table = Table()

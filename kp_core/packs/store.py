@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,7 +22,7 @@ from kp_core.errors import (
     PromptError,
     gone,
 )
-from kp_core.events import log_event, warn_once
+from kp_core.events import warn_once
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs, is_key
 from kp_core.packs.codec import Compression
@@ -32,12 +30,13 @@ from kp_core.packs.entry import Entry, EntryFile, encode_entry, open_entry, read
 from kp_core.packs.envelope import header_stop
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace, mint
+from kp_core.packs.keys import BEHIND, buried_key, earlier_of, entries_of, handle_of, own_files, text_key
 from kp_core.packs.objects import ObjectBlobs, open_blobs
 from kp_core.packs.pack import KnowledgePack, PackKey, common_length, decode_text, encode_text
+from kp_core.packs.quota import Quota
 from kp_core.packs.secret import load_secrets, name_of
 from kp_core.packs.uses import last_use_of
 from kp_core.packs.view import Packs
-from kp_core.progress import bar_of
 from kp_core.threads import make_anew
 
 logger = logging.getLogger(__name__)
@@ -46,12 +45,7 @@ _AT_ONCE = 8
 _LOCKS = 64
 _TICK_S = 0.01  # Of a kernel with 100 ticks a second.
 _HEAD_BYTES = 1 << 16  # Bytes that the first read of a header fetches.
-_ROOM, _SHARE = 2**31, 20
-_SLACK, _WRITERS, _AGAIN_S = 8, 4, 60
 _CACHED = 1024  # Texts and headers, about 50 KB each if the packs are banks of facts.
-_FILE = re.compile(r"packs/([^/]+)/[^/]+/([^/.]+)(?:\.[0-9a-f]{32}\.safetensors|\.txt)")
-_BEHIND_FILE = re.compile(r"behind/[0-9a-f]{2}/[0-9a-f]{32}\.safetensors")
-_BEHIND, _EARLIER = "behind/", "kept/"  # Entries with several owners; those of release 0.2 are not read.
 
 
 class PackStore(Packs):
@@ -98,7 +92,7 @@ class PackStore(Packs):
         if not isinstance(place, str | os.PathLike | Blobs):
             raise PackError(f"Got {place!r} as the place of packs; expected a folder, a URL or an object of blobs.")
         self.blobs: Blobs = place if isinstance(place, Blobs) else open_blobs(place)
-        self.max_bytes, self.keep_seconds, self._seal = max_bytes, keep_seconds, seal
+        self._seal = seal
         self.tombstone_days = tombstone_days
         self._source, self._given_secrets = place, bool(secret or seal)
         try:
@@ -113,12 +107,12 @@ class PackStore(Packs):
             raise
         self._is_configured = bool(secret) or self.blobs.is_far
         self._uses = last_use_of(self.blobs)
+        self.quota = Quota(self.blobs, self._uses, max_bytes, keep_seconds)
         self._texts = lru_cache(_CACHED)(partial(_read_text, self.blobs, self.secrets))
         self._heads = lru_cache(_CACHED)(partial(_read_head, self.blobs))
         self._removed = lru_cache(_CACHED)(partial(_last_removal, self.blobs))
         self._seen = dict[str, str | None]()  # The last removal in each namespace.
         self._owners: dict[tuple[str, str], frozenset[str]] = {}  # By key and version, so that no head is read twice.
-        self._spare = (0, 0.0)  # Bytes that may be kept without looking for room, and until when.
         self.forked()
         make_anew(self)
 
@@ -128,7 +122,7 @@ class PackStore(Packs):
 
     def _turn(self, key: str) -> threading.Lock:
         """The lock for writing `key`: one of the key, or of all keys where one bound holds for them together."""
-        is_bounded = self.max_bytes or key.startswith(_BEHIND)
+        is_bounded = self.quota.max_bytes or key.startswith(BEHIND)
         return self._turns[0 if is_bounded else hash(key) % _LOCKS]
 
     def _opens(self) -> Callable[[], PackStore]:
@@ -138,11 +132,13 @@ class PackStore(Packs):
                 "processes instead, or open the store in the process that needs it."
             )
         source = str(self.blobs) if isinstance(self.blobs, FolderBlobs) else self._source
-        options = {name: getattr(self, name) for name in ("max_bytes", "keep_seconds", "tombstone_days")}
-        return partial(PackStore, source, **options)
+        quota, days = self.quota, self.tombstone_days
+        return partial(
+            PackStore, source, max_bytes=quota.max_bytes, keep_seconds=quota.keep_seconds, tombstone_days=days
+        )
 
     def __repr__(self) -> str:
-        return f"PackStore({str(self.blobs)!r}, max_bytes={self.max_bytes})"
+        return f"PackStore({str(self.blobs)!r}, max_bytes={self.quota.max_bytes})"
 
     @property
     def path(self) -> Path:
@@ -172,7 +168,7 @@ class PackStore(Packs):
     @property
     def nbytes(self) -> int:
         """Bytes of all texts and entries, which `max_bytes` bounds."""
-        return sum(stat.size for stat in self._listed().values())
+        return sum(stat.size for stat in own_files(self.blobs).values())
 
     def handle(self, text: str, namespace: str) -> Handle:
         """Return the handle of `text`, stored or not; raises `PromptError` for bad names and non-Unicode text."""
@@ -196,27 +192,28 @@ class PackStore(Packs):
                 f"The pack {pack.text[:40]!r} is steered, and a store holds plain packs only. Store the pack it was "
                 "made from, keep the steering with `save_steering`, and steer again after loading."
             )
-        entry, text_key = self._entry(handle, pack), _text_key(handle)
+        entry, text_at = self._entry(handle, pack), text_key(handle)
         file = None if pack.kv is None else encode_entry(entry, pack.kv, pack.compression, self._seal)
-        with self._turn(text_key):
+        with self._turn(text_at):
             stored = b""
             with suppress(FileNotFoundError):
-                stored = bytes(self.blobs.read(text_key))
+                stored = bytes(self.blobs.read(text_at))
             text, file = self._merged(handle, stored, pack), file if file and self._is_news(file) else None
             size = len(text) + (file.nbytes if file else 0)
-            if (file or text != stored) and self.max_bytes and not self._make_room({text_key, entry.key}, size):
+            is_bounded = self.quota.max_bytes and (file or text != stored)
+            if is_bounded and not self.quota.make_room({text_at, entry.key}, size):
                 raise PackError(
                     f"The pack needs {size} bytes, and {self.blobs} has no room for them even without the KV of all "
-                    f"others; max_bytes is {self.max_bytes}. Raise it, remove packs, or put `pack.without_kv()`."
+                    f"others; max_bytes is {self.quota.max_bytes}. Raise it, remove packs, or put `pack.without_kv()`."
                 )
             # The text first: an entry without it would be nobody's.
             if text != stored:
-                self.blobs.write(text_key, [text])
+                self.blobs.write(text_at, [text])
             if file:
                 self._publish(file)
-        self._uses.note(entry.key if pack.kv else text_key)
+        self._uses.note(entry.key if pack.kv else text_at)
         if not stored:
-            self.blobs.delete(_buried_key(handle))
+            self.blobs.delete(buried_key(handle))
         if text != stored:
             self._mark("changes")
         return handle
@@ -224,7 +221,7 @@ class PackStore(Packs):
     def bury(self, handle: Handle, successor: Handle | None = None) -> None:
         """As `Packs.bury`; deletes marks that have lapsed."""
         if self.tombstone_days:
-            key = _buried_key(handle)
+            key = buried_key(handle)
             for other, stat in list(self.blobs.list(key.rpartition("/")[0] + "/")):
                 if is_key(other) and self._has_lapsed(stat):
                     self.blobs.delete(other)
@@ -233,7 +230,7 @@ class PackStore(Packs):
 
     def buried(self, handle: Handle) -> Handle | bool:
         """As `Packs.buried`."""
-        key = _buried_key(handle)
+        key = buried_key(handle)
         with suppress(FileNotFoundError):
             if (stat := self.blobs.stat(key)) and not self._has_lapsed(stat):
                 successor = bytes(self.blobs.read(key)).decode()
@@ -303,7 +300,7 @@ class PackStore(Packs):
         if pack is None:
             raise PackNotFoundError(f"{self.blobs} has no pack {handle}. Build it and `put` it, or check the path.")
         if not pack.stored_bytes:
-            self._uses.note(_text_key(handle))
+            self._uses.note(text_key(handle))
             return pack
         entry = self._entry(handle, pack)
         pack, file = replace(pack, stored_bytes=0), self.open(entry, {handle.namespace})
@@ -325,7 +322,7 @@ class PackStore(Packs):
         """Return when each pack was last stored or read, by handle, in seconds since 1970, as far as written."""
         used = dict[str, float]()
         for key, used_at in self._uses.times().items():
-            if handle := _handle_of(key):
+            if handle := handle_of(key):
                 used[str(handle)] = max(used_at, used.get(str(handle), 0.0))
         return used
 
@@ -340,7 +337,7 @@ class PackStore(Packs):
         """Return the handles of all packs, or of one namespace, sorted."""
         prefix = "packs/" if namespace is None else f"packs/{check_namespace(namespace)}/"
         keys = (key for key, _ in self.blobs.list(prefix) if key.endswith(".txt"))
-        return iter(sorted({handle for key in keys if (handle := _handle_of(key))}))
+        return iter(sorted({handle for key in keys if (handle := handle_of(key))}))
 
     __iter__ = handles
 
@@ -348,27 +345,27 @@ class PackStore(Packs):
         return sum(1 for _ in self.handles())
 
     def __contains__(self, handle: object) -> bool:
-        return isinstance(handle, Handle) and self.blobs.stat(_text_key(handle)) is not None
+        return isinstance(handle, Handle) and self.blobs.stat(text_key(handle)) is not None
 
     def versions(self, namespace: str) -> dict[Handle, str]:
         """Return the version of each text of a namespace, which changes with what it was compiled for."""
-        listed = self._listed(f"packs/{check_namespace(namespace)}/").items()
-        return {handle: stat.version for key, stat in listed if key.endswith(".txt") and (handle := _handle_of(key))}
+        listed = own_files(self.blobs, f"packs/{check_namespace(namespace)}/").items()
+        return {handle: stat.version for key, stat in listed if key.endswith(".txt") and (handle := handle_of(key))}
 
     def remove(self, handle: Handle | str) -> None:
         """Delete the pack, its text and every entry that it owns; raises `PackNotFoundError` if there is none."""
         handle = Handle.parse(handle)
         # The text in between: who is killed leaves no entry without it, and who writes one meanwhile looks for it.
         self._drop(str(handle))
-        deleted = [self.blobs.delete(key) for key in self._beside(handle)]
+        deleted = [self.blobs.delete(key) for key in entries_of(self.blobs, handle)]
         if handle in self:  # A disk too full for the mark fails here, where the removal can be tried again.
             self._mark(f"removed/{handle.namespace}")
-        if not (self.blobs.delete(_text_key(handle)) or any(deleted)):
+        if not (self.blobs.delete(text_key(handle)) or any(deleted)):
             raise PackNotFoundError(f"{self.blobs} has no pack {handle} to remove.")
         self._mark(f"removed/{handle.namespace}")
         self._mark("changes")
         self._drop(str(handle))
-        for key in (*self._beside(handle), *self._of_earlier(handle)):
+        for key in (*entries_of(self.blobs, handle), *earlier_of(self.blobs, handle)):
             self.blobs.delete(key)
 
     def rotate(self) -> int:
@@ -402,10 +399,10 @@ class PackStore(Packs):
                 continue
             except PackError as error:
                 yield handle, str(error)
-            for key in filter(_handle_of, self._beside(handle)):
+            for key in filter(handle_of, entries_of(self.blobs, handle)):
                 if damage := self._damage(key, repair=repair):
                     yield handle, damage
-        for key in self._listed(_BEHIND):
+        for key in own_files(self.blobs, BEHIND):
             if damage := self._damage(key, repair=repair):
                 yield key, damage
 
@@ -504,7 +501,7 @@ class PackStore(Packs):
         file = encode_entry(entry, kv, compression, self._seal)
         with self._turn(entry.key):
             is_news = self._is_news(file)
-            if not self._may_write(entry) or (is_news and not self._make_room({entry.key}, file.nbytes)):
+            if not self._may_write(entry) or (is_news and not self.quota.make_room({entry.key}, file.nbytes)):
                 return False
             if is_news and not self._publish(file):
                 return False
@@ -531,7 +528,7 @@ class PackStore(Packs):
 
     def kept(self) -> Iterator[tuple[Entry, int]]:
         """Yield every entry with several owners, and the size of its file."""
-        for key, stat in sorted(self._listed(_BEHIND).items()):
+        for key, stat in sorted(own_files(self.blobs, BEHIND).items()):
             with suppress(FileNotFoundError, PackError):
                 yield self._heads(key, stat.version).entry, stat.size
 
@@ -549,7 +546,7 @@ class PackStore(Packs):
     def _drop(self, owner: str) -> int:
         """Delete unreadable entries, and those that contain or follow the pack or a text of the namespace `owner`."""
         count, known, self._owners = 0, self._owners, {}
-        for key, stat in self._listed(_BEHIND).items():
+        for key, stat in own_files(self.blobs, BEHIND).items():
             owners = known.get((key, stat.version))
             with suppress(FileNotFoundError, PackCorruptError):
                 if owners is None:
@@ -564,16 +561,9 @@ class PackStore(Packs):
     def _stat(self, entry: Entry) -> BlobStat | None:
         """The file of `entry`, unless it is too old or has no MAC where it needs one."""
         stat = self.blobs.stat(entry.key, recent=True)
-        if stat is None or self._is_old(entry.key, stat) or (self._seal and self.head(entry) is None):
+        if stat is None or self.quota.is_old(entry.key, stat) or (self._seal and self.head(entry) is None):
             return None
         return stat
-
-    def _is_old(self, key: str, stat: BlobStat) -> bool:
-        """Whether an entry with several owners was unused for longer than `keep_seconds`."""
-        since = time.time() - (self.keep_seconds or 0)
-        if self.keep_seconds is None or stat.modified >= since or not key.startswith(_BEHIND):
-            return False
-        return max(self._uses.times().get(key, 0), stat.modified) < since
 
     def _is_news(self, file: EntryFile) -> bool:
         """Whether a file is not stored as it is; raises `PackError` if a later release wrote the stored one."""
@@ -586,7 +576,7 @@ class PackStore(Packs):
         """Whether all packs of `entry` are stored, and none of its namespaces was forgotten since it was planned."""
         # The times of files lag behind the clock by a tick of the kernel; object storage rounds to seconds.
         planned = entry.planned - _TICK_S if isinstance(self.blobs, FolderBlobs) else int(entry.planned)
-        spaces = entry.namespaces if entry.key.startswith(_BEHIND) else ()
+        spaces = entry.namespaces if entry.key.startswith(BEHIND) else ()
         marks = (self.blobs.stat(f"forgotten/{namespace}") for namespace in spaces)
         return all(handle in self for handle in entry.handles) and not any(
             mark and mark.modified >= planned for mark in marks
@@ -600,7 +590,7 @@ class PackStore(Packs):
         Raises `PackCorruptError` for another text than that of `handle`.
         """
         with suppress(FileNotFoundError):
-            if stat := self.blobs.stat(_text_key(handle), recent=True):
+            if stat := self.blobs.stat(text_key(handle), recent=True):
                 try:
                     return self._texts(handle, stat)
                 except PackCorruptError as error:
@@ -612,73 +602,6 @@ class PackStore(Packs):
                     # Perhaps it is of a secret that was configured elsewhere.
         return ()
 
-    def _listed(self, *prefixes: str) -> dict[str, BlobStat]:
-        """Our files; others, such as a `.DS_Store` or what a network drive leaves, are not touched."""
-        listed = (each for prefix in prefixes or ("packs/", _BEHIND) for each in self.blobs.list(prefix))
-        return {
-            key: stat
-            for key, stat in listed
-            if (_BEHIND_FILE.fullmatch(key) if key.startswith(_BEHIND) else is_key(key))
-        }
-
-    def _beside(self, handle: Handle) -> list[str]:
-        """The keys of the entries that this pack alone owns, and of those of release 0.2."""
-        return [key for key in self._listed(_text_key(handle).removesuffix("txt")) if not key.endswith(".txt")]
-
-    def _of_earlier(self, handle: Handle) -> Iterator[str]:
-        """What release 0.2 left that may hold the KV of a pack that is removed: nobody reads it."""
-        for key in self._listed(_EARLIER, f"quarantine/{handle.namespace}.{handle.id}."):
-            if key.endswith((".safetensors", ".txt")):
-                yield key
-
-    # Room.
-
-    def _make_room(self, own: Collection[str], size: int) -> bool:
-        """Delete the entries used longest ago until `size` bytes for the keys `own` fit; returns whether they do.
-
-        One that another writer is storing or removing now counts as deleted, but stays. Within the default bound, a
-        quarter of the room that was seen may be filled in the next minute without looking again.
-        """
-        if not self.max_bytes:
-            if not any(key.startswith(_BEHIND) for key in own):
-                return True
-            spare, until = self._spare
-            if self.keep_seconds is None and size <= spare and time.monotonic() < until:
-                self._spare = spare - size, until
-                return True
-        bound = self.max_bytes or default_room(self.blobs)
-        listed = self._listed(*() if self.max_bytes else (_BEHIND,))
-        entries = {key: stat for key, stat in listed.items() if key.endswith(".safetensors") and key not in own}
-        excess = size + sum(stat.size for key, stat in listed.items() if key not in own) - bound
-        if excess > sum(stat.size for stat in entries.values()):
-            return False
-        # With the default bound, the next writes need not look.
-        least = -(bound // _SLACK) if excess > 0 and not self.max_bytes else 0
-        times, dropped = self._uses.times() if entries else {}, list[str]()
-        for key in sorted(entries, key=lambda key: (max(times.get(key, 0), entries[key].modified), key)):
-            if excess <= least and not self._is_old(key, entries[key]):
-                break
-            dropped.append(key)
-            excess -= entries[key].size
-        # Other processes may take as much meanwhile.
-        self._spare = max(0, -excess) // _WRITERS, time.monotonic() + _AGAIN_S
-        if dropped:
-            logger.info("Deleting %d entries of %s for newer ones, within %d bytes.", len(dropped), self.blobs, bound)
-            log_event(logger, "KV dropped from the store", packs=len(dropped), max_bytes=bound)
-        for key in bar_of("Dropping KV", None, "entry", dropped):
-            if self.blobs.stat(key) == entries[key]:
-                self.blobs.delete(key)
-        return True
-
-
-def default_room(blobs: Blobs) -> int:
-    """Return the bytes of kept KV that a store has room for by default: a twentieth of its disk, at most 2 GiB."""
-    if not isinstance(blobs, FolderBlobs):
-        return _ROOM
-    folders = (blobs.path, *blobs.path.parents)  # The first of them need not exist yet.
-    disk = next((shutil.disk_usage(folder).total for folder in folders if folder.is_dir()), _ROOM * _SHARE)
-    return min(_ROOM, disk // _SHARE)
-
 
 def _texts_of(secrets: Sequence[bytes], handle: Handle) -> Callable[[str], bool]:
     """Whether a text has this `handle` under one of the secrets."""
@@ -688,7 +611,7 @@ def _texts_of(secrets: Sequence[bytes], handle: Handle) -> Callable[[str], bool]
 def _read_text(
     blobs: Blobs, secrets: Sequence[bytes], handle: Handle, stat: BlobStat | None = None
 ) -> tuple[KnowledgePack, ...]:
-    key = _text_key(handle)
+    key = text_key(handle)
     data = blobs.read(key)
     if stat is not None and len(data) != stat.size and blobs.stat(key) == stat:
         raise OSError(f"{blobs}/{key} came in another length than its {stat.size} bytes.")
@@ -741,22 +664,6 @@ def _own(file: EntryFile, key: str) -> EntryFile:
     if file.entry.key != key:
         raise PackCorruptError(f"The file holds the entry {file.entry.key}.")
     return file
-
-
-def _text_key(handle: Handle) -> str:
-    return f"packs/{handle.namespace}/{handle.id[:2]}/{handle.id}.txt"
-
-
-def _buried_key(handle: Handle) -> str:
-    return f"deleted/{handle.namespace}/{handle.id[:2]}/{handle.id}"
-
-
-def _handle_of(key: str) -> Handle | None:
-    """Return the handle of the text or of the only owner of the entry at `key`; `None` if `key` is neither."""
-    match = _FILE.fullmatch(key)
-    with suppress(PromptError):
-        return Handle(match[1], match[2]) if match else None
-    return None
 
 
 def open_packs(store: object) -> Packs:

@@ -17,7 +17,6 @@ import pytest
 from kp_cli import INTERRUPTED, demo, waiting
 from kp_cli.app import _COMMANDS, _GONE, load_command
 from kp_core import PackStore
-from kp_core.packs.store import default_room
 from tests.cli.conftest import ENVIRONMENT, Kp, as_json
 from tests.cli.engines import tiny
 from tests.conftest import until
@@ -230,7 +229,7 @@ def test_a_status_says_what_is_compiled_from_where_and_when_it_was_used(kp: Kp, 
     [row] = told["sources"]
     assert (row["source"], row["packs"], row["with_kv"]) == ("facts.jsonl", 4, 4)
     assert (row["tokens"], 0 < row["bytes"] < told["bytes"]) == (told["tokens"], True)
-    limit = default_room(PackStore(bank / "packs").blobs)
+    limit = PackStore(bank / "packs").quota.for_kept
     assert told["kept"] == {"entries": 0, "bytes": 0, "max_bytes": limit}
     store = PackStore(bank / "packs")
     store.put(tiny().build_pack("The weir opens in May.", lazy=True))

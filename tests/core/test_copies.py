@@ -262,7 +262,7 @@ def test_a_secret_is_not_pickled(tmp_path, monkeypatch):
     assert copy.deepcopy(store) is store
     bounded = pickle.dumps(PackStore(tmp_path / "other", max_bytes=10**6, keep_seconds=9))
     monkeypatch.setattr(pickling, "_here", {})
-    assert (pickle.loads(bounded).max_bytes, pickle.loads(bounded).keep_seconds) == (10**6, 9)
+    assert (pickle.loads(bounded).quota.max_bytes, pickle.loads(bounded).quota.keep_seconds) == (10**6, 9)
 
 
 def test_a_graph_whose_model_was_copied_answers_and_shares_the_engine(folder):

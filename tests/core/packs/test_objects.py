@@ -61,8 +61,7 @@ def test_a_bound_of_bytes_drops_kv_least_recently_used_first(url):
     store = PackStore(url)
     handles = [store.put(make_pack(f"text {number}", tokens=50)) for number in range(3)]
     store.get(handles[0])
-    PackStore(url, max_bytes=store.nbytes + 600)
-    store.max_bytes = store.nbytes + 600
+    store = PackStore(url, max_bytes=store.nbytes + 600)
     store.put(make_pack("new", tokens=20))
     assert [store.peek(handle).stored_bytes > 0 for handle in handles] == [True, False, True]
 

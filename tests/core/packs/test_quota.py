@@ -34,7 +34,7 @@ def test_the_least_recently_used_kv_goes_first(tmp_path, victim):
     handles.append(store.put(packs[3]))
     assert [store.get(handle).is_lazy for handle in handles] == [index == victim for index in range(4)]
     assert same(store.get(handles[victim]), packs[victim].without_kv())
-    assert store.nbytes <= store.max_bytes
+    assert store.nbytes <= store.quota.max_bytes
     assert PackStore(store.path).peek(handles[victim]).token_ids == packs[victim].token_ids
 
 
@@ -176,8 +176,8 @@ def test_entries_of_packs_and_entries_behind_them_share_one_bound(tmp_path):
     store.put(make_pack("new", tokens=20))
     assert store.read(entry, {"geo"}) is None, "it was used longest ago"
     assert all(not store.get(handle).is_lazy for handle in handles)
-    assert store.nbytes <= store.max_bytes
+    assert store.nbytes <= store.quota.max_bytes
     assert store.write(entry, make_pack(tokens=50).kv)
-    assert store.nbytes <= store.max_bytes
+    assert store.nbytes <= store.quota.max_bytes
     assert [store.get(handle).text for handle in handles] == ["text 0", "text 1"]
     assert not store.write(replace(entry, token_ids=tuple(range(5000))), make_pack(tokens=5000).kv)

@@ -11,8 +11,9 @@ import pytest
 
 from kp_core.errors import PackNotFoundError
 from kp_core.packs.blobs import FolderBlobs
+from kp_core.packs.keys import text_key
 from kp_core.packs.pack import KnowledgePack
-from kp_core.packs.store import PackStore, _text_key
+from kp_core.packs.store import PackStore
 from tests.core.packs.made import Watched, files_of, make_pack, same
 
 # Packs of one text differ in seed, so torn reads would show.
@@ -82,7 +83,7 @@ def test_threads_that_put_two_texts_do_not_wait_for_one_another(tmp_path):
 
     store = PackStore(Slow(tmp_path))
     packs = [make_pack(f"text {number}", seed=number) for number in range(64)]
-    lock_of = {id(store._turn(_text_key(store.handle(pack.text, "geo")))): pack for pack in packs}
+    lock_of = {id(store._turn(text_key(store.handle(pack.text, "geo")))): pack for pack in packs}
     with ThreadPoolExecutor() as pool:
         list(pool.map(store.put, [*lock_of.values()][:2]))
     assert len(store) == 2

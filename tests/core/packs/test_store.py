@@ -254,7 +254,7 @@ def test_entries_of_one_text_lose_their_kv_alone(tmp_path):
     bound.put(make_pack("new", tokens=20))
     assert same(bound.get(handle, first.key), first)
     assert same(bound.get(handle, second.key), second.without_kv())
-    assert bound.nbytes <= bound.max_bytes
+    assert bound.nbytes <= bound.quota.max_bytes
 
 
 def test_peek_reads_a_file_once_and_sees_every_change(tmp_path):
