@@ -532,15 +532,21 @@ class PackStore(Packs):
             with suppress(FileNotFoundError, PackError):
                 yield self._heads(key, stat.version).entry, stat.size
 
-    def forget(self, namespace: str) -> int:
-        """Delete all KV with words of `namespace` in or before it, and all behind its packs, but no packs; returns the
-        number of entries. Engines keep what they have in memory until `clear_cache`.
+    def forget(self, namespace: str, *, packs: bool = False) -> int:
+        """Delete all KV with words of `namespace` in or before it, and all behind its packs; returns how many entries.
+
+        The packs stay, unless `packs` is true: then their texts and handles go, too, each with a mark. Engines keep
+        what they have in memory until `clear_cache`.
         """
         # First the mark: what waits to be written, in any process, sees it before it is written or right behind.
         self._mark(f"forgotten/{check_namespace(namespace)}")
         count = self._drop(namespace)
         self._mark(f"removed/{namespace}")  # Other machines drop their copies.
         self._mark("changes")
+        for handle in self.handles(namespace) if packs else ():
+            with suppress(PackNotFoundError):  # Another process was sooner.
+                self.remove(handle)
+                self.bury(handle)
         return count
 
     def _drop(self, owner: str) -> int:

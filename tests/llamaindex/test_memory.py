@@ -142,6 +142,21 @@ async def test_search_results_are_remembered_as_their_packs_and_forgotten_with_t
     assert not [path for path in store.path.rglob("*") if path.is_file() and b"four sails" in path.read_bytes()]
 
 
+async def test_what_a_user_said_is_deleted_in_one_call(store):
+    block = KnowledgePackMemoryBlock(engine=ENGINE, store=store, namespace="ada")
+    other = KnowledgePackMemoryBlock(engine=ENGINE, store=store, namespace="bert")
+    for each in (block, other):
+        await each.aput([ChatMessage(f"My name is {each.namespace}, my number 73910.")])
+        await each.aput(turns(1))
+    kept = other.text()
+    store.forget("ada", packs=True)
+    files = [path.read_bytes() for path in store.path.rglob("*") if path.is_file()]
+    assert ([b"name is ada" in data for data in files].count(True), list(store.handles("ada"))) == (0, [])
+    assert block.text() == 2 * "This passage was deleted.\n"
+    assert other.text() == kept
+    assert any(b"73910" in data for data in files)
+
+
 async def test_only_what_was_said_becomes_a_fact(store):
     facts = MemoryFactStore(LetterEmbedder())
     block = KnowledgePackMemoryBlock(engine=ENGINE, store=store, memory="search", facts=facts, memory_tokens=1)
