@@ -73,6 +73,8 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
     stay there until it leaves: the model's answer notes them. Results that are plain text are added to `facts` when
     they leave: in `keep_in`, or the model's only namespace.
 
+    Where a middleware in front forces a call (`tool_choice`), structured output of the agent waits for the next step.
+
     The messages hold the texts of packs, so that another model (a router's, a fallback's) can read them; a
     `ChatKnowledgePacks` still gets the handles. If a middleware in front chooses another model, packs and bounds are
     those of `model`.
@@ -141,6 +143,9 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
         asked: Any = bound.bound if isinstance(bound, RunnableBinding) else bound
         is_ours = isinstance(asked, ChatKnowledgePacks)
         model: ChatKnowledgePacks | None = asked if is_ours else self._model
+        is_called = request.tool_choice not in (None, "auto", "none")
+        if is_ours and is_called and not isinstance(request.response_format, ToolStrategy):
+            request = request.override(response_format=None)  # A call or an object: LangChain would drop the choice.
         system = [request.system_message] if request.system_message else []
         if model is None:
             if any(find_handles(text) for message in (*system, *request.messages) for text in texts_in(message)):

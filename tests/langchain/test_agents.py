@@ -607,3 +607,20 @@ def test_an_agent_goes_on_with_a_call_that_has_no_tags(lead):
     pieces = [piece for piece, _ in agent.stream(asked, stream_mode="messages") if piece.type == "AIMessageChunk"]
     assert "".join(piece.content for piece in pieces) == said[-1].content
     assert sum(len(piece.tool_call_chunks) for piece in pieces) > 0
+
+
+def test_structured_output_waits_for_a_call_that_is_forced(model, pages):
+    """LangChain drops the choice where it asks a model for a schema: an answer would be invented."""
+
+    @wrap_model_call
+    def look_first(request, handler):
+        is_first = len(request.messages) == 1
+        return handler(request.override(**({"tool_choice": "any"} if is_first else {"tools": []})))
+
+    boats = {"title": "boats", "type": "object", "properties": {"red": {"enum": [1, 2]}}, "required": ["red"]}
+    agent = create_agent(
+        model, [reader(pages)], middleware=[look_first, KnowledgePackMiddleware()], response_format=boats
+    )
+    state = agent.invoke({"messages": [("human", "How many boats are red on page 1?")]}, {"recursion_limit": 9})
+    assert [message.type for message in state["messages"]][:3] == ["human", "ai", "tool"]
+    assert state["structured_response"]["red"] in {1, 2}
