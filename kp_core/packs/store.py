@@ -28,12 +28,11 @@ from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs, is_key
 from kp_core.packs.codec import Compression
 from kp_core.packs.entry import Entry, EntryFile, encode_entry, open_entry, read_header
 from kp_core.packs.envelope import header_stop
+from kp_core.packs.files import BEHIND, Quota, buried_key, earlier_of, entries_of, handle_of, own_files, text_key
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace, mint
-from kp_core.packs.keys import BEHIND, buried_key, earlier_of, entries_of, handle_of, own_files, text_key
 from kp_core.packs.objects import ObjectBlobs, open_blobs
 from kp_core.packs.pack import KnowledgePack, PackKey, common_length, decode_text, encode_text
-from kp_core.packs.quota import Quota
 from kp_core.packs.secret import load_secrets, name_of
 from kp_core.packs.uses import last_use_of
 from kp_core.packs.view import Packs

@@ -9,7 +9,7 @@ import torch
 
 from kp_core.errors import PackError
 from kp_core.kv import KVTensors
-from kp_core.packs import quota
+from kp_core.packs import files as store_files
 from kp_core.packs.entry import Entry
 from kp_core.packs.store import PackStore
 from tests.core.packs.made import FINGERPRINT, Watched, make_pack
@@ -201,7 +201,7 @@ def test_an_entry_beyond_the_bound_is_refused_and_nothing_is_dropped(three):
 def test_few_writes_look_at_all_entries_and_the_bound_holds(three, monkeypatch):
     store, handles, _ = three
     bound = 64 * (size_of(store) // 3)
-    monkeypatch.setattr(quota, "_MOST", bound)
+    monkeypatch.setattr(store_files, "_MOST", bound)
     blobs = Watched(store.path)
     writers, looks = (PackStore(blobs), PackStore(store.path)), []
     for at in range(3, 100):

@@ -11,7 +11,7 @@ import pytest
 
 from kp_core.errors import PackNotFoundError
 from kp_core.packs.blobs import FolderBlobs
-from kp_core.packs.keys import text_key
+from kp_core.packs.files import text_key
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.store import PackStore
 from tests.core.packs.made import Watched, files_of, make_pack, same
