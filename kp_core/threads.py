@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import os
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ _logger = logging.getLogger(__name__)
 _own = threading.local()
 _POOL_FROM = 1_000_000  # Below this number of bytes, starting threads costs more than it saves.
 _WATCHED = 0.3  # Seconds; in fewer, the system's ticks of 10 ms say little.
+_LAST_S = 60
 _SOFT = 1  # `omp_pause_soft` of OpenMP: threads end, and their settings stay.
 
 _In = TypeVar("_In")
@@ -37,6 +39,46 @@ def make_anew(*parts: object) -> None:
     It makes their threads, locks and connections anew.
     """
     _ours.update(parts)
+
+
+class _Computing:
+    """Holds the interpreter's exit back while other threads compute: one that is inside torch then aborts the process.
+
+    Servers answer in such threads. At exit, `check` ends them before their next pass.
+    """
+
+    def __init__(self) -> None:
+        self.forked()
+        make_anew(self)
+        atexit.register(self.end)
+
+    def forked(self) -> None:
+        """In a forked process: none of those threads is there."""
+        self._count, self._is_ending, self._changed = 0, False, threading.Condition()
+
+    def check(self) -> None:
+        """Raise `CancelledError` at the interpreter's exit."""
+        if self._is_ending:
+            raise CancelledError("The process ends, and the model computes no more.")
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self.check()
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._count -= 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Wait until no thread computes, for at most a minute."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.wait_for(lambda: self._count == 0, _LAST_S)
+
+
+computing = _Computing()
 
 
 def check_process(owner: int, what: str, error: type[KnowledgePackError]) -> None:

@@ -16,6 +16,7 @@ from kp_core.kv import KVTensors
 from kp_core.packs.entry import Entry
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan.plan import Limit, Plan
+from kp_core.threads import computing
 from kp_core.tools import Scores
 
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "cancelled"]
@@ -72,9 +73,11 @@ class TokenStream:
 
     def __next__(self) -> int:
         if self._is_read:
-            return next(self._tokens)
+            with computing:
+                return next(self._tokens)
         self._is_read, began = True, time.perf_counter()
-        token = next(self._tokens)
+        with computing:
+            token = next(self._tokens)
         self.ttft_s += time.perf_counter() - began
         return token
 

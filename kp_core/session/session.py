@@ -49,7 +49,7 @@ from kp_core.session.reading import Generation, grammar_of, miss_of, read_answer
 from kp_core.session.stream import AsyncStream, Stream, in_thread
 from kp_core.steering import Pair, Steering
 from kp_core.steering.contrast import make_steering
-from kp_core.threads import make_anew
+from kp_core.threads import computing, make_anew
 from kp_core.tools import Delta
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class Session(Shared):
         return self._stream(messages, request, Limit(request.cancel, request.timeout))
 
     def _stream(self, messages: Sequence[Message] | str, request: Request, limit: Limit) -> Stream:
-        with self._idle.request():  # Background work that it queues begins behind it.
+        with self._idle.request(), computing:  # Background work that it queues begins behind it.
             plan = self._plan(messages, request)
             self._need("sampling", "sampled answers", needed=request.temperature > 0 or request.repetition_penalty != 1)
             self._need("logprobs", "log-probabilities", needed=request.gives_logprobs)

@@ -19,7 +19,7 @@ from torch import Tensor
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.model import Model
 from kp_core.errors import ModelError
-from kp_core.threads import release_openmp_threads
+from kp_core.threads import computing, release_openmp_threads
 
 _Result = TypeVar("_Result")
 
@@ -112,11 +112,13 @@ class Scheduler:
                 )
             finally:
                 self._prefilling -= 1
+            computing.check()
             if not self._waiting or self._turn == math.inf:
                 self._turn = time.monotonic() + _BURST
             self._is_busy, self._is_in_vain = True, False
         try:
-            yield
+            with computing:
+                yield
         finally:
             self._free(self._turn if tokens <= _SHORT else -math.inf)
 
@@ -185,6 +187,7 @@ class Scheduler:
 
     def _due(self, decoding: Decoding, came: float) -> list[Decoding] | None:
         """The steps that this thread must compute now, or `None`. Takes them from the waiting ones, and the model."""
+        computing.check()
         now = time.monotonic()
         is_prompt_due = self._coming and not self._is_in_vain and now < self._grace
         is_for_prefill = (self._prefilling or is_prompt_due) and now < self._turn

@@ -390,6 +390,27 @@ def test_a_process_may_end_while_a_stream_is_open():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+_ANSWERING = """
+import threading, time
+from kp_core import load_engine
+from tests.kits import tiny_model, tiny_tokenizer
+engine, text = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer()), "A long text. " * 150
+def answer():
+    while True:
+        engine.generate(text, max_tokens=20, reuse=False)
+for _ in range(2):
+    threading.Thread(target=answer, daemon=True).start()
+time.sleep(1)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_may_end_while_other_threads_answer():
+    """As a server does. A thread that comes back from torch then would abort it."""
+    done = subprocess.run([sys.executable, "-c", _ANSWERING], capture_output=True, text=True, check=False)  # noqa: S603
+    assert done.returncode == 0, done.stderr
+
+
 def test_time_before_a_stream_is_read_is_not_of_the_model():
     engine, text = tiny_engine(), "A long text. " * 30
     engine.clear_cache()
