@@ -6,7 +6,7 @@ import itertools
 import logging
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +23,7 @@ from kp_cli.options import (
     PlaceOptions,
     TargetPath,
     Where,
+    about_filter,
     did_you_mean,
     existing,
     filter_of,
@@ -111,13 +112,23 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     with options.open(place, new=not replace, wait=wait) as collection:
         if replace and fact_id:
             collection.get(fact_id, namespace=new_facts[0].namespace)  # An unknown id is an error.
-        added = _ingest(collection, facts, paths, overwrite=replace)
-        report = {**asdict(added), "skipped": [str(error) for error in skipped], "facts": len(collection)}
+        read: dict[str, set[str]] = {}
+        added = _ingest(collection, facts, paths, read, overwrite=replace)
+        outdated = _outdated(collection, read) if is_ours else {}
+        report = {
+            **asdict(added),
+            "skipped": [str(error) for error in skipped],
+            "facts": len(collection),
+            "outdated": outdated,
+        }
         folder = options.folder(place, collection)
         if replace:
             _collect(collection, folder)
         if not as_json:
             console().print(_summary(added, len(skipped), len(collection), is_empty=is_empty))
+            for source, ids in outdated.items():
+                removed = f"`kp remove {shlex.quote(place)} --source {shlex.quote(source)}`"
+                console().print(f"Facts that {source} had, and that stay: {len(ids)}. {removed}, then build again.")
         if session is not None:
             delivery = Delivery(collection, session, folder, unit=unit, kv=kv, compress=compress or "none")
             report["plan"] = _compile(delivery, session, as_json=as_json)
@@ -169,7 +180,7 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
 
 
 @spread
-def remove(  # noqa: PLR0913 - one parameter per option
+def remove(  # noqa: C901, PLR0913 - one parameter per option, and their checks
     place: Annotated[
         str | None,
         typer.Argument(metavar="COLLECTION", help="The collection: a folder, or the URL of a Chroma server."),
@@ -198,7 +209,8 @@ def remove(  # noqa: PLR0913 - one parameter per option
     if place is None:
         _remove_models(dry_run=dry_run, as_json=as_json)
         return
-    tests = [test for test in (filter_of(where), source and {"kp:source": source}) if test]
+    passes = filter_of(where)
+    tests = [test for test in (passes, source and {"kp:source": source}) if test]
     if unused == bool(ids or tests):
         raise typer.BadParameter("Got neither ids nor --where nor --source nor --unused; give one (--unused alone).")
     with options.open(place, wait=wait) as collection:
@@ -223,6 +235,8 @@ def remove(  # noqa: PLR0913 - one parameter per option
                 f" Chroma's files still hold their text: `chroma vacuum --path {where} clears all but the log of its "
                 "last thousand changes."
             )
+        if passes and not matching:
+            message += f" {about_filter(passes, collection)}"
         if source and not matching:
             raise FactError(f"Got the source {source!r}; no such fact has it. Write it as `kp search` shows it.")
         tell({**report, "facts": len(collection)}, message, as_json=as_json)
@@ -237,12 +251,21 @@ def _remove_models(*, dry_run: bool, as_json: bool) -> None:
     tell({"removed": [*map(str, folders)], "dry_run": dry_run}, message, as_json=as_json)
 
 
-def _ingest(collection: ChromaFactStore, facts: Iterable[Fact], files: Iterable[Path], *, overwrite: bool) -> Added:
-    """Add facts, with a progress bar that counts bytes of the files."""
+def _ingest(
+    collection: ChromaFactStore,
+    facts: Iterable[Fact],
+    files: Iterable[Path],
+    ids: dict[str, set[str]],
+    *,
+    overwrite: bool,
+) -> Added:
+    """Add facts, with a progress bar that counts bytes of the files. `ids` gets those of each source."""
 
     def read() -> Iterator[Fact]:
         for fact in facts:
             bar.update(len(fact.text.encode()))
+            if fact.source:
+                ids.setdefault(fact.source, set()).add(fact.id)
             yield fact
 
     # Standard input is not a file; its size is unknown.
@@ -251,6 +274,12 @@ def _ingest(collection: ChromaFactStore, facts: Iterable[Fact], files: Iterable[
         added = collection.add(read(), overwrite=overwrite)
         bar.update(max(0, total - bar.n))  # A file has more bytes than its text.
     return added
+
+
+def _outdated(collection: ChromaFactStore, read: Mapping[str, set[str]]) -> dict[str, list[str]]:
+    """Of each source the ids of facts that it had when it was read earlier, and has no more."""
+    stored = {source: {fact.id for fact in collection.stored(where={"kp:source": source})} for source in read}
+    return {source: sorted(stored[source] - ids) for source, ids in read.items() if stored[source] - ids}
 
 
 def _summary(added: Added, skipped: int, facts: int, *, is_empty: bool) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import itertools
 import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ Namespace = Annotated[
 ]
 MOST_FACTS = 10**6
 """The most that a search can be asked for."""
+_LOOKED_AT = 1000
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,23 @@ def filter_of(where: str | None) -> Filter | None:
         if isinstance(parsed := json.loads(where), dict):
             return parsed
     raise FactError(f"""Got --where {where!r}; expected JSON, an object, e.g. '{{"lang": "en"}}'.""")
+
+
+def about_filter(where: Filter, facts: ChromaFactStore) -> str:
+    """What to say of a filter that no fact passes: what one of the facts has there, such as text for a number."""
+    names = [name for name in _names_in(where) if not name.startswith("kp:")]
+    for fact in itertools.islice(facts.stored(), _LOOKED_AT):
+        if held := {name: fact.metadata[name] for name in names if name in fact.metadata}:
+            return f"No fact passes the filter. One has {json.dumps(held, ensure_ascii=False)}."
+    return "No fact passes the filter."
+
+
+def _names_in(where: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in where.items():
+        if not name.startswith("$"):
+            yield name
+        for each in value if name in ("$and", "$or") else ():
+            yield from _names_in(each)
 
 
 def is_collection(place: str) -> bool:

@@ -7,7 +7,18 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kp_cli.options import MOST_FACTS, JsonFlag, Namespace, Place, PlaceOptions, Where, filter_of, is_store, spread
+from kp_cli.options import (
+    MOST_FACTS,
+    JsonFlag,
+    Namespace,
+    Place,
+    PlaceOptions,
+    Where,
+    about_filter,
+    filter_of,
+    is_store,
+    spread,
+)
 from kp_cli.output import about_hit, console, sourced, tell
 from kp_core import Handle
 
@@ -25,7 +36,9 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
 ) -> None:
     """Find the facts nearest to a question: score, text, and the handle where there is a pack."""
     with options.open(place, read_only=True) as collection:
-        hits = collection.search(question, k, where=filter_of(where), namespace=namespace)
+        passes = filter_of(where)
+        hits = collection.search(question, k, where=passes, namespace=namespace)
+        unmet = f"\n{about_filter(passes, collection)}" if passes and not hits else ""
         folder, count = options.folder(place, collection), len(collection)
     handles: list[Handle | None] = [None] * len(hits)
     if is_store(folder):
@@ -45,4 +58,4 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
             out.print(fact.text)
             parts = [str(handle or "no pack"), sourced(fact), f"id {fact.id}"]
             out.print(" · ".join(part for part in parts if part) + "\n", style="dim")
-    tell({"question": question, "hits": records}, f"The nearest {len(hits)} of {count} facts.", as_json=as_json)
+    tell({"question": question, "hits": records}, f"The nearest {len(hits)} of {count} facts.{unmet}", as_json=as_json)

@@ -70,6 +70,36 @@ def test_removing_a_file_leaves_the_equal_paragraph_of_another(kp: Kp, tmp_path:
     ]
 
 
+def test_what_a_file_said_earlier_stays_and_is_named_until_it_is_removed(kp: Kp, tmp_path: Path) -> None:
+    notes = tmp_path / "a.md"
+    notes.write_text("The ferry leaves at six.\n\nThe lamp burns blue.\n")
+    kp("build", "notes", "a.md")
+    lamp, ferry = (
+        as_json(kp("search", "notes", about, "-k", "1", "--json"))["hits"][0]["id"] for about in ("lamp", "ferry")
+    )
+    kp("edit", "notes", lamp, "--old", "blue", "--new", "green", "--engine", "tests.cli.engines:tiny")
+    assert as_json(kp("build", "notes", "a.md", "--json"))["outdated"] == {}, "what was edited is still of the file"
+    notes.write_text("The ferry leaves at seven.\n\nThe lamp burns blue.\n")
+    _, out, _ = kp("build", "notes", "a.md")
+    said = "Facts that a.md had, and that stay: 1. `kp remove notes --source a.md`, then build again."
+    assert said in " ".join(out.split())
+    assert as_json(kp("build", "notes", "a.md", "--json"))["outdated"] == {"a.md": [ferry]}
+    kp("remove", "notes", "--source", "a.md")
+    again = as_json(kp("build", "notes", "a.md", "--json"))
+    assert (again["facts"], again["outdated"]) == (2, {})
+
+
+def test_a_filter_that_nothing_passes_is_shown_what_is_there(kp: Kp, tmp_path: Path) -> None:
+    (tmp_path / "boats.csv").write_text("name,cabins\nVeyl,30\nSorrel,12\n")
+    kp("build", "boats", "boats.csv")
+    for where in ('{"cabins": {"$gt": 20}}', '{"$or": [{"deck": 1}, {"cabins": 30}]}'):
+        for command in (("search", "boats", "x"), ("remove", "boats")):
+            _, out, _ = kp(*command, "--where", where)
+            assert 'No fact passes the filter. One has {"cabins": "30"}.' in " ".join(out.split())
+    assert len(as_json(kp("search", "boats", "x", "--where", '{"cabins": "30"}', "--json"))["hits"]) == 1
+    assert kp("search", "boats", "x", "--where", '{"deck": 1}')[1].endswith("No fact passes the filter.\n")
+
+
 def test_a_build_says_how_to_ask_with_its_packs(kp: Kp) -> None:
     _, out, _ = kp("build", "new", "--fact", "The ferry leaves at six.", "--packs", "elsewhere")
     assert '`kp ask new "QUESTION" --packs elsewhere` answers from it.' in out

@@ -99,7 +99,7 @@ def test_a_folder_that_another_process_holds_is_read_and_not_written(kp: Kp, ban
             ("remove", "bank", "bird"),
             ("remove", "bank", "--unused", "--wait", "0.1"),
         ):
-            one_line(kp(*given), "is open for writing in another process")
+            one_line(kp(*given), "is open for writing in another process", "--wait SECONDS")
         assert kp("search", "bank", QUESTION)[0] == 0
         holder.communicate(b"\n")
     assert kp("build", "bank", "--fact", "The ferry leaves at six.")[0] == 0
