@@ -103,6 +103,19 @@ def test_code_prints_what_is_shown(page, code, output, one_engine, tmp_path, mon
 
 
 @pytest.mark.slow
+def test_a_second_run_prints_what_the_readme_says(one_engine, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    [(code, shown, said)] = re.findall(
+        r"```python\n((?:(?!```).)*)```\n+```text\n[^\n]*?(\d+ of \d+)[^\n]*\n```\n\nA second run says (\d+)",
+        PAGES["README.md"],
+        re.DOTALL,
+    )
+    for expected in (shown, re.sub(r"^\d+", said, shown)):
+        exec(compile(code, "README.md", "exec"), {})  # noqa: S102 - our own page
+        assert expected in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_commands_print_what_is_shown(tmp_path):
     """Those of the shell's page; handles, scores and times differ."""
     [(commands, output)] = re.findall(r"```sh\n((?:(?!```).)*)```\n+```text\n(.*?)```", PAGES["docs/cli.md"], re.DOTALL)

@@ -624,3 +624,21 @@ def test_structured_output_waits_for_a_call_that_is_forced(model, pages):
     state = agent.invoke({"messages": [("human", "How many boats are red on page 1?")]}, {"recursion_limit": 9})
     assert [message.type for message in state["messages"]][:3] == ["human", "ai", "tool"]
     assert state["structured_response"]["red"] in {1, 2}
+
+
+@pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
+def test_one_agent_reads_for_each_user_what_that_user_may(chat_engine, store):
+    @wrap_model_call
+    def for_user(request, handler):
+        own = {"namespaces": [request.runtime.context["user"]]}
+        return handler(request.override(model=request.model.model_copy(update=own)))
+
+    handles = [store.put(chat_engine.build_pack(page, namespace=user)) for user, page in zip("ab", PAGES, strict=False)]
+    model = ChatKnowledgePacks(engine=chat_engine, store=store, namespaces=["nobody"], max_tokens=100)
+    tools = [reader([f"{handles[0]}\n{handles[1]}"] * 2)]
+    middleware = [for_user, KnowledgePackMiddleware(), call_once]
+    agent = create_agent(model, tools, middleware=middleware, context_schema=dict)
+    for user, handle in zip("ab", handles, strict=True):
+        asked = {"messages": [HumanMessage("Read.")]}
+        usage = agent.invoke(asked, context={"user": user})["messages"][-1].response_metadata["kp"]
+        assert (usage["packs"], usage["unresolved_handles"]) == ([str(handle)], 1)

@@ -1,6 +1,8 @@
 """Several writers and readers at once: threads, processes, and every way in which two calls can interleave."""
 
+import itertools
 import multiprocessing
+import shutil
 import sys
 import threading
 import time
@@ -49,6 +51,32 @@ def read_packs(path: str, rounds: int) -> None:
                     sys.exit("half an entry was read")
                 seen += 1
     sys.exit(0 if seen >= rounds else "the writers wrote nothing")
+
+
+def test_a_copy_that_is_made_meanwhile_is_a_store_with_the_same_handles(tmp_path):
+    store = PackStore(tmp_path / "s")
+    handle, writing, copied = store.put(seeded("one", 0)), threading.Event(), threading.Event()
+
+    def write() -> None:
+        for seed in itertools.count():
+            store.put(seeded("two", seed))
+            writing.set()
+            if copied.is_set():
+                return
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    writing.wait(30)
+    for number in range(5):
+        with suppress(shutil.Error):  # A temporary file had gone.
+            shutil.copytree(tmp_path / "s", tmp_path / f"{number}")
+    copied.set()
+    writer.join()
+    for number in range(5):
+        copy = PackStore(tmp_path / f"{number}")
+        assert not [*copy.verify()]
+        assert same(copy.get(handle), store.get(handle))
+        assert copy.handle("two", "geo") in copy
 
 
 @pytest.mark.slow
