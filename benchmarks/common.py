@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 import kp_core
 from benchmarks import models
+from kp_core.engines.hf.loading import best_dtype
 from kp_core.plan.planner import Planner
 
 __all__ = [
@@ -95,13 +96,16 @@ def argument_parser(description: str | None, data: str) -> argparse.ArgumentPars
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=data_folder() / data, metavar="FILE", help="default: %(default)s")
     parser.add_argument("--limit", type=int, metavar="N", help="use the first N rows of the data; default: all")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    best = str(best_dtype(torch.device(device))).removeprefix("torch.")
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", default=best, choices=dtypes, help="default: %(default)s, the best of this machine")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures to this file")
     parser.add_argument(
         "--model",
         help=f"Hugging Face id, folder, or {', '.join(models.MODELS)}; default: the bundled SmolLM2-135M-Instruct",
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--device", default=device, help="default: %(default)s")
     return parser
 
 
