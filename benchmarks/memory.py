@@ -18,8 +18,9 @@ where it does not fit the model's window. A session is as near to a question as 
   also `cold_s`, with the packs compiled first, and `warm_s`, with what was read in memory (packs and text alike).
 - `bytes`: KV on disk a question. `differ`: answers other than those of the same text.
 
-Ways that read more get fewer questions of the same order (`--limit` is that of the cheapest). With `--json OUT`, each
-answer is written to OUT with the ending `.jsonl` when it is done, and the same command goes on there.
+Ways that read more get fewer questions of the same order (`--limit` is that of the cheapest). Below 100 questions those
+that read most are left out, so that `--limit 50` takes minutes. With `--json OUT`, each answer is written to OUT with
+the ending `.jsonl` when it is done, and the same command goes on there.
 """
 
 from __future__ import annotations
@@ -97,16 +98,21 @@ WAYS = {
     ),
 }
 """Of each set."""
+_ALL = {name: [way.name for way in ways] for name, ways in WAYS.items()}
+_FEW = 100
+_OF_FEW = {
+    "locomo": ["none", "sessions 1 text", "sessions 1 exact", "passages 10 text", "passages 10 select"],
+    "personamem": ["passages 5 text", "passages 5 exact", "passages 5 select"],
+}
+"""The ways by default with fewer than `_FEW` questions: minutes, not hours."""
 
 
-def _ways_of(name: str, wanted: Sequence[str] | None = None) -> list[Way]:
-    """The ways of a set, or those wanted: one that the set lacks is asked all questions.
+def _ways_of(name: str, wanted: Sequence[str]) -> list[Way]:
+    """The ways of that name: one that the set lacks is asked all questions.
 
     Raises `ValueError` for what names no way.
     """
     known = {way.name: way for way in WAYS[name]}
-    if wanted is None:
-        return list(known.values())
     others = {each: re.fullmatch(r"(sessions|passages) ([1-9]\d*) (\S+)", each) for each in wanted if each not in known}
     if unknown := [each for each, match in others.items() if match is None]:
         raise ValueError(
@@ -392,13 +398,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = common.argument_parser(__doc__, "memory")
     parser.set_defaults(limit=300)
     parser.add_argument("--set", default="locomo", choices=WAYS, help="default: %(default)s")
-    parser.add_argument("--ways", nargs="+", metavar="WAY", help="only these, named as in the table; default: all")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help="only these, named as in the table")
     parser.add_argument("--timed", type=int, default=5, metavar="N", help="questions also asked cold and warm")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of questions")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw right answers over time")
     arguments = parser.parse_args(argv)
     try:
-        arguments.ways = _ways_of(arguments.set, arguments.ways)
+        named = arguments.ways or (_OF_FEW if arguments.limit < _FEW else _ALL)[arguments.set]
+        arguments.ways = _ways_of(arguments.set, named)
     except ValueError as error:
         parser.error(str(error))
     if arguments.limit < 1:
