@@ -51,6 +51,9 @@ class KVTensors:
                         f"expected {first.dtype} as in layer 0, on {key.device} as its keys."
                     )
 
+    def __repr__(self) -> str:
+        return f"KVTensors({self.layers} layers, {self.tokens} tokens, {self.dtype})"
+
     @property
     def layers(self) -> int:
         """Number of layers."""

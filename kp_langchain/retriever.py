@@ -333,22 +333,32 @@ def create_pack_search_tool(
     name: str = "search_knowledge",
     description: str = "Search the knowledge base for facts about a question.",
 ) -> BaseTool:
-    """A tool that searches with `retriever`. The model gets handles; the artifact is documents with text and source.
+    """A tool that searches with `retriever`. The model gets handles; the artifact is their documents, with sources.
 
-    The tool reads the retriever's namespace of `store`. For a retriever without one, pass a view of the store.
+    `resolve_documents(message.artifact, store)` reads their texts. They are in neither, because a checkpoint would keep
+    them when they are deleted. The tool reads the retriever's namespace of `store`. For a retriever without one, pass a
+    view of the store.
     """
     namespace = getattr(retriever, "namespace", None)
     if namespace and not isinstance(store, PackView):
         store = open_packs(store).view(namespace)
 
     def search(query: str) -> tuple[str, list[Document]]:
-        documents = retriever.invoke(query)
-        content = "\n".join(document.page_content for document in to_handles(documents, store))
-        return content or "Nothing was found.", resolve_documents(documents, store)
+        documents = to_handles(retriever.invoke(query), store)
+        content = "\n".join(document.page_content for document in documents)
+        return content or "Nothing was found.", [_without_text(document) for document in documents]
 
     return StructuredTool.from_function(
         search, name=name, description=description, response_format="content_and_artifact"
     )
+
+
+def _without_text(document: Document) -> Document:
+    """A document of a handle without the text in its metadata; any other as it is."""
+    if document.page_content != str(own_handle(document)):
+        return document
+    metadata = {name: value for name, value in document.metadata.items() if name != "text"}
+    return document.model_copy(update={"metadata": metadata})
 
 
 def resolve_documents(found: Iterable[Document | str], store: Packs | PackView | str) -> list[Document]:

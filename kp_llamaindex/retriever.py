@@ -249,8 +249,9 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
     def discard(self, ref_doc_id: str) -> list[str]:
         """Remove the packs of a document's nodes and return their handles; none that waits to be compiled is written.
 
-        Call it when the document is deleted: `index.delete_ref_doc(id)`, then `postprocessor.discard(id)`. A node of no
-        document is its own, by its id.
+        Call it when the document is deleted: `index.delete_ref_doc(id, delete_from_docstore=True)`, then
+        `postprocessor.discard(id)`. By default LlamaIndex keeps the node, and a later `compile` or `sync` finds it. A
+        node of no document is its own, by its id. A warning is logged for an id without packs that is like another.
         """
         return list(map(str, self.delivery.discard(ref_doc_id)))
 

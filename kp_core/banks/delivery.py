@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import math
@@ -211,9 +212,16 @@ class Delivery:
         return stale
 
     def discard(self, source: str) -> list[Handle]:
-        """Delete the packs of this source and return their handles; none that waits to be compiled is written."""
+        """Delete the packs of this source and return their handles; none that waits to be compiled is written.
+
+        A source that has none, though that of others is alike, is logged as a warning.
+        """
         self.cancel()
-        handles = [handle for handle, pack in self.compiled().items() if pack.provenance.get("source") == source]
+        sources = {handle: pack.provenance.get("source", "") for handle, pack in self.compiled().items()}
+        handles = [handle for handle, its_source in sources.items() if its_source == source]
+        alike = [each for each in sources.values() if each.endswith(f"/{source}")]
+        if not handles and (near := alike or difflib.get_close_matches(source, sources.values(), 1, cutoff=0.8)):
+            logger.warning("No pack is of %r, and none was removed. One is of %r: is it meant?", source, near[0])
         self.forget(*handles)
         return handles
 

@@ -29,6 +29,7 @@ from kp_core.events import warn_once
 from kp_langchain import (
     ChatKnowledgePacks,
     create_pack_search_tool,
+    resolve_documents,
     to_handles,
     to_messages,
 )
@@ -561,9 +562,12 @@ async def test_the_search_tool_gives_handles_and_keeps_documents(retriever, stor
     search = create_pack_search_tool(retriever, store)
     call = {"name": search.name, "args": {"query": "What bird is on the flag?"}, "id": "1", "type": "tool_call"}
     message = search.invoke(call)
-    assert find_handles(message.content)
-    assert not find_handles(message.artifact[0].page_content)
+    assert [document.page_content for document in message.artifact] == message.content.splitlines()
     assert {document.metadata["source"] for document in message.artifact} == {"demo"}
+    texts = [document.page_content for document in resolve_documents(message.artifact, store)]
+    assert texts
+    assert all(text not in repr(message) for text in texts), "a checkpoint keeps none of them when they are deleted"
+    assert not any(map(find_handles, texts))
     assert (await search.ainvoke(call)).content == message.content
     as_text = create_pack_search_tool(retriever.model_copy(update={"content": "text"}), store)
     again = as_text.invoke({**call, "name": as_text.name})

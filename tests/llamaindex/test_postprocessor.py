@@ -192,6 +192,19 @@ def test_equal_documents_are_no_news_and_one_outlives_the_other(packs, store):
     assert (left.node.ref_doc_id, left.node.is_intact, len(list(store))) == ("b.md", True, 1)
 
 
+def test_an_id_that_misses_that_of_a_document_is_answered_with_it(packs, store, caplog):
+    documents = [Document(text="Return the key before nine.", id_="/notes/key.md"), Document(text="Ask.", id_="ask.md")]
+    index = VectorStoreIndex.from_documents(documents, embed_model=CountingEmbedding())
+    packs.compile(index.docstore.docs.values(), progress=False)
+    for missed in ("key.md", "/notes/kay.md"):
+        assert packs.discard(missed) == []
+        assert f"No pack is of '{missed}', and none was removed. One is of '/notes/key.md'" in caplog.text
+    caplog.clear()
+    assert packs.discard("never-compiled.md") == []
+    assert len(packs.discard("/notes/key.md")) == len(list(store)) == 1
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("strategy", [DocstoreStrategy.UPSERTS, DocstoreStrategy.UPSERTS_AND_DELETE])
 def test_a_pipeline_leaves_the_equal_text_of_another_document(packs, store, strategy):
     two = [Document(text="Return the key before nine.", id_=name) for name in ("a.md", "b.md")]

@@ -401,3 +401,9 @@ def test_the_token_of_changes(tmp_path):
     blobs.done.clear()
     assert store.changes == tokens[-1]
     assert blobs.done == ["stat"]
+
+
+def test_a_pack_is_printed_without_its_tensors(store):
+    pack = store.get(store.put(make_pack()))
+    assert f"KVTensors({pack.kv.layers} layers, {pack.kv.tokens} tokens, {pack.kv.dtype})" in repr(pack)
+    assert len(repr(pack)) < 2000
