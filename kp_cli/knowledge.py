@@ -112,9 +112,9 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     with options.open(place, new=not replace, wait=wait) as collection:
         if replace and fact_id:
             collection.get(fact_id, namespace=new_facts[0].namespace)  # An unknown id is an error.
-        read: dict[str, set[str]] = {}
-        added = _ingest(collection, facts, paths, read, overwrite=replace)
-        outdated = _outdated(collection, read) if is_ours else {}
+        read: dict[tuple[str, str], set[str]] = {}
+        added = _ingest(collection, _noted(facts, paths, read) if is_ours else facts, paths, overwrite=replace)
+        outdated = _outdated(collection, read)
         report = {
             **asdict(added),
             "skipped": [str(error) for error in skipped],
@@ -251,21 +251,12 @@ def _remove_models(*, dry_run: bool, as_json: bool) -> None:
     tell({"removed": [*map(str, folders)], "dry_run": dry_run}, message, as_json=as_json)
 
 
-def _ingest(
-    collection: ChromaFactStore,
-    facts: Iterable[Fact],
-    files: Iterable[Path],
-    ids: dict[str, set[str]],
-    *,
-    overwrite: bool,
-) -> Added:
-    """Add facts, with a progress bar that counts bytes of the files. `ids` gets those of each source."""
+def _ingest(collection: ChromaFactStore, facts: Iterable[Fact], files: Iterable[Path], *, overwrite: bool) -> Added:
+    """Add facts, with a progress bar that counts bytes of the files."""
 
     def read() -> Iterator[Fact]:
         for fact in facts:
             bar.update(len(fact.text.encode()))
-            if fact.source:
-                ids.setdefault(fact.source, set()).add(fact.id)
             yield fact
 
     # Standard input is not a file; its size is unknown.
@@ -276,10 +267,26 @@ def _ingest(
     return added
 
 
-def _outdated(collection: ChromaFactStore, read: Mapping[str, set[str]]) -> dict[str, list[str]]:
-    """Of each source the ids of facts that it had when it was read earlier, and has no more."""
-    stored = {source: {fact.id for fact in collection.stored(where={"kp:source": source})} for source in read}
-    return {source: sorted(stored[source] - ids) for source, ids in read.items() if stored[source] - ids}
+def _noted(facts: Iterable[Fact], files: Iterable[Path], read: dict[tuple[str, str], set[str]]) -> Iterator[Fact]:
+    """`facts`. `read` gets the ids of those whose source is one of `files` or in one, by namespace and source."""
+    roots = set(files)
+    for fact in facts:
+        if not roots.isdisjoint((path := Path(fact.source), *path.parents)):
+            read.setdefault((fact.namespace, fact.source), set()).add(fact.id)
+        yield fact
+
+
+def _outdated(collection: ChromaFactStore, read: Mapping[tuple[str, str], set[str]]) -> dict[str, list[str]]:
+    """Of each file that was `read` the ids of facts that it had when it was read earlier, and has no more."""
+    found: dict[str, list[str]] = {}
+    for space in {namespace for namespace, _ in read}:
+        sources = [source for namespace, source in read if namespace == space]
+        for start in range(0, len(sources), _FIRST):
+            where = {"kp:source": {"$in": sources[start : start + _FIRST]}}
+            for fact in collection.stored(where=where, namespace=space):
+                if fact.id not in read[space, fact.source]:
+                    found.setdefault(fact.source, []).append(fact.id)
+    return found
 
 
 def _summary(added: Added, skipped: int, facts: int, *, is_empty: bool) -> str:

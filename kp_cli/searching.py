@@ -39,6 +39,8 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
         passes = filter_of(where)
         hits = collection.search(question, k, where=passes, namespace=namespace)
         unmet = f"\n{about_filter(passes, collection)}" if passes and not hits else ""
+        if namespace and namespace not in (spaces := collection.namespaces()):
+            unmet = f"\nNo fact is in the namespace {namespace}; there are {', '.join(spaces)}."
         folder, count = options.folder(place, collection), len(collection)
     handles: list[Handle | None] = [None] * len(hits)
     if is_store(folder):

@@ -84,9 +84,14 @@ def test_what_a_file_said_earlier_stays_and_is_named_until_it_is_removed(kp: Kp,
     said = "Facts that a.md had, and that stay: 1. `kp remove notes --source a.md`, then build again."
     assert said in " ".join(out.split())
     assert as_json(kp("build", "notes", "a.md", "--json"))["outdated"] == {"a.md": [ferry]}
+    (tmp_path / "log.jsonl").write_text('{"text": "The mill has four sails.", "source": "book"}\n')
+    kp("build", "notes", "log.jsonl")
+    (tmp_path / "log.jsonl").write_text('{"text": "The weir has three gates.", "source": "book"}\n')
+    assert as_json(kp("build", "notes", "log.jsonl", "--json"))["outdated"] == {}, "no file of the build is that source"
+    assert as_json(kp("build", "notes", "a.md", "--namespace", "other", "--json"))["outdated"] == {}
     kp("remove", "notes", "--source", "a.md")
     again = as_json(kp("build", "notes", "a.md", "--json"))
-    assert (again["facts"], again["outdated"]) == (2, {})
+    assert (again["added"], again["outdated"]) == (2, {})
 
 
 def test_a_filter_that_nothing_passes_is_shown_what_is_there(kp: Kp, tmp_path: Path) -> None:
@@ -98,6 +103,9 @@ def test_a_filter_that_nothing_passes_is_shown_what_is_there(kp: Kp, tmp_path: P
             assert 'No fact passes the filter. One has {"cabins": "30"}.' in " ".join(out.split())
     assert len(as_json(kp("search", "boats", "x", "--where", '{"cabins": "30"}', "--json"))["hits"]) == 1
     assert kp("search", "boats", "x", "--where", '{"deck": 1}')[1].endswith("No fact passes the filter.\n")
+    assert (
+        "No fact is in the namespace boat; there are default." in kp("search", "boats", "x", "--namespace", "boat")[1]
+    )
 
 
 def test_a_build_says_how_to_ask_with_its_packs(kp: Kp) -> None:
