@@ -53,7 +53,8 @@ def test_a_store_may_be_a_path_in_langchain(path, retriever):
         {"type": "tool_call", "id": "1", "name": "search_knowledge", "args": {"query": "mill"}}
     )
     assert message.content.startswith("kp:default/")
-    assert [document.page_content for document in message.artifact] == [TEXT]
+    assert [document.page_content for document in message.artifact] == [message.content]
+    assert [document.page_content for document in resolve_documents(message.artifact, path)] == [TEXT]
     assert [document.page_content for document in resolve_documents([message.content], path)] == [TEXT]
     assert [document.page_content for document in to_handles(retriever.invoke("mill"), path)] == [message.content]
     summary = PackSummarizer(tiny_engine(), path)([HumanMessage(TEXT)])

@@ -101,7 +101,9 @@ def test_tools_follow_no_handle_inside_a_fact(store):
             tool = create_pack_search_tool(retriever.model_copy(update={"content": content}), store)
             message = tool.invoke({"name": tool.name, "args": {"query": QUESTION}, "id": "1", "type": "tool_call"})
             assert [handle.namespace for _, _, handle in find_handles(message.content)] == ["mine"]
-            assert [document.page_content for document in message.artifact] == [text]
+            assert [document.page_content for document in message.artifact] == [message.content]
+            read = resolve_documents(message.artifact, store.view("mine"))
+            assert [document.page_content for document in read] == [text]
 
 
 def test_resolving_reads_the_namespaces_that_are_given(store):
