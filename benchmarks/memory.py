@@ -398,7 +398,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = common.argument_parser(__doc__, "memory")
     parser.set_defaults(limit=300)
     parser.add_argument("--set", default="locomo", choices=WAYS, help="default: %(default)s")
-    parser.add_argument("--ways", nargs="+", metavar="WAY", help="only these, named as in the table")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help="as in the table; default: all, or the short ones")
     parser.add_argument("--timed", type=int, default=5, metavar="N", help="questions also asked cold and warm")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of questions")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw right answers over time")

@@ -40,7 +40,7 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
         hits = collection.search(question, k, where=passes, namespace=namespace)
         unmet = f"\n{about_filter(passes, collection)}" if passes and not hits else ""
         if namespace and namespace not in (spaces := collection.namespaces()):
-            unmet = f"\nNo fact is in the namespace {namespace}; there are {', '.join(spaces)}."
+            unmet = f"\nNo fact is in the namespace {namespace}; there are {', '.join(spaces) or 'none'}."
         folder, count = options.folder(place, collection), len(collection)
     handles: list[Handle | None] = [None] * len(hits)
     if is_store(folder):
