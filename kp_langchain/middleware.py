@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import operator
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NotRequired, cast
@@ -24,17 +26,27 @@ from langgraph.types import Command
 from kp_core import FactStore, Handle, Session, find_handles, strip_handles
 from kp_core.engines.shared import session_of
 from kp_core.errors import OptionError
+from kp_core.events import warn_once
 from kp_core.packs.handle import check_namespace
 from kp_core.packs.store import open_packs
 from kp_core.packs.view import PackRef, Packs, PackView
+from kp_core.plan.composer import Composer, composer_of
 from kp_core.settings import core_role
 from kp_langchain.chat_model import ChatKnowledgePacks
 from kp_langchain.messages import as_sent, texts_in, with_texts
 from kp_methods.recall import recalled, remember
+from kp_methods.select import SelectComposer
+
+logger = logging.getLogger(__name__)
 
 _START = HumanMessage("?")
 _LEFT = HumanMessage("(Earlier messages have left this conversation. What was found earlier can be searched again.)")
 _TOO_LONG = "(This result has {} tokens, more than the {} that fit here. Ask for less.)"
+_MORE = "(More was found than fits here. Ask for less.)"
+_LEFT_OUT = (
+    "A tool result of %s tokens does not go to the model whole: %s are left for it. Let the tool find less, or set a "
+    "higher `memory_tokens` or a lower `max_tokens`."
+)
 _REPEATED = (
     "You have called {} with the same arguments three times in a row, so it was not called again. Use the result "
     "above, call it with other arguments, or answer."
@@ -64,8 +76,9 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
     message and tools) take at most `memory_tokens` tokens, packs counted, or this share of what head and `max_tokens`
     leave of the window, if the newest message of the user leaves room for it. Beyond, the oldest exchanges (a call and
     its results) and messages leave the prompt in one block, down to half, so that its beginning stays cached between
-    blocks; one line says that earlier results can be searched again. A result that is too long alone is replaced by a
-    line that says so. The state keeps all messages. `memory_tokens=None` leaves this to a summariser.
+    blocks; one line says that earlier results can be searched again. Of a result that is too long alone the first packs
+    that fit stay, and a line says so to the model, a warning to you. The state keeps all messages.
+    `memory_tokens=None` leaves this to a summariser.
 
     The state channel `packs` lists the handles in results, whatever becomes of the messages. With `memory="search"`,
     the newest message of the user is searched for among the packs that have left: facts of `facts`, and documents of a
@@ -242,12 +255,29 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
         if not results or self._size(group, model) <= room:
             return group
         most = max(0, room - self._size(group[:1], model)) // len(results)
-        return [
-            message.model_copy(update={"content": _TOO_LONG.format(size, most)})
-            if isinstance(message, ToolMessage) and (size := self._size([message], model)) > most
-            else message
-            for message in group
+        shortened = [
+            self._first(message, model, most) if isinstance(message, ToolMessage) else message for message in group
         ]
+        return group if all(map(operator.is_, shortened, group)) else shortened
+
+    def _first(self, result: ToolMessage, model: ChatKnowledgePacks, most: int) -> ToolMessage:
+        """`result` with as many of its packs, from the first on, as take `most` tokens in all, and a line that says so.
+
+        Of packs among which the composer selects, the largest that it can select count.
+        """
+        size, text = self._size([result], model), result.text
+        handles = find_handles(text) if isinstance(result.content, str) else []
+        if (reads := _selected(model.composer)) and len(handles) > reads:
+            sizes = [self._size([_with_content(result, str(handle))], model) for *_, handle in handles]
+            size = sum(sorted(sizes)[-reads:]) + self._size([_with_content(result, strip_handles(text))], model)
+        if size <= most:
+            return result
+        warn_once(logger, _LEFT_OUT, str(size), str(most))
+        for _, end, _ in reversed(handles[:-1]):
+            part = _with_content(result, f"{text[:end]}\n{_MORE}")
+            if self._size([part], model) <= most:
+                return part
+        return _with_content(result, _TOO_LONG.format(size, most))
 
     def _size(self, messages: Sequence[AnyMessage], model: ChatKnowledgePacks, found: Sequence[Handle] = ()) -> int:
         """The tokens of `messages` in a conversation, with `found` before the first.
@@ -374,6 +404,16 @@ def _text_alone(message: AnyMessage) -> AnyMessage:
         return message
     blocks = [block for block in message.content if isinstance(block, str) or block.get("type") == "text"]
     return message.model_copy(update={"content": blocks})
+
+
+def _with_content(message: ToolMessage, content: str) -> ToolMessage:
+    return message.model_copy(update={"content": content})
+
+
+def _selected(composer: str | Composer | None) -> int | None:
+    """The most packs that `composer` sends of those in one message; `None` if it does not select."""
+    chosen = composer_of(composer) if isinstance(composer, str) else composer
+    return chosen.packs if isinstance(chosen, SelectComposer) else None
 
 
 def _schemas(response_format: Any) -> Iterator[dict[str, Any]]:

@@ -190,6 +190,24 @@ def test_a_result_that_does_not_fit_is_named(model, handles, count):
     assert "This result has" in results(tight)[0]
 
 
+def test_the_first_packs_of_a_long_result_stay_and_a_composer_that_selects_gets_all(model, handles, caplog):
+    messages = [HumanMessage("Read."), *exchange(0, "\n".join(handles))]
+    kept = sent(KnowledgePackMiddleware(memory_tokens=600), model, messages)
+    [result] = results(kept)
+    shown = [str(handle) for *_, handle in find_handles(result)]
+    assert 1 < len(shown) < len(handles)
+    assert shown == handles[: len(shown)]
+    assert "Ask for less" in result
+    assert behind(model, kept) <= 600
+    assert "does not go to the model whole" in caplog.text
+    caplog.clear()
+    selecting = model.model_copy(update={"composer": "select:packs=1"})
+    assert sent(KnowledgePackMiddleware(memory_tokens=600), selecting, messages) == messages
+    assert not caplog.text
+    narrow = sent(KnowledgePackMiddleware(memory_tokens=60), selecting, messages)
+    assert "This result has" in results(narrow)[0]
+
+
 def found_in(messages):
     [asked] = [message for message in messages if message.type == "human" and "searched again" not in message.text]
     return [str(handle) for *_, handle in find_handles(asked.text)]
