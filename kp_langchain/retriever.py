@@ -118,7 +118,8 @@ class WrappedRetriever(PackRetriever):
     def sync(self, documents: Iterable[Document] | None = None) -> list[str]:
         """Delete the packs of documents that were changed or deleted in the vector store; returns their handles.
 
-        A pack is kept if the document that it was compiled from still has its text. `documents` are all that there are
+        A pack is kept if the document that it was compiled from still has its text, or the retriever finds another that
+        has. `documents` are all that there are
         now, for vector stores that cannot look up ids. Packs of this namespace that were made of facts or documents and
         cannot be traced go too, so keep one namespace for one collection. Packs that were put by hand stay. Raises
         `FactError` if documents cannot be looked up. Nothing is deleted if the vector store fails.
@@ -129,8 +130,13 @@ class WrappedRetriever(PackRetriever):
             if not isinstance(source, VectorStore):
                 raise NotImplementedError
             ids = list({pack.provenance.get("id", "") for pack in packs.values()} - {""})
+            found = set[str]()
             for at in range(0, len(ids), _LOOKED_UP):
-                yield from (document.page_content for document in _by_ids(source, ids[at : at + _LOOKED_UP]))
+                found |= {document.page_content for document in _by_ids(source, ids[at : at + _LOOKED_UP])}
+            yield from found
+            # A pack is traced to one document; another may have its text.
+            for text in [pack.text for pack in packs.values() if found and pack.text not in found]:
+                yield from (document.page_content for document in self.retriever.invoke(text))
 
         given = texts if documents is None else lambda _: (document.page_content for document in documents)
         try:
@@ -361,16 +367,19 @@ def _without_text(document: Document) -> Document:
     return document.model_copy(update={"metadata": metadata})
 
 
-def resolve_documents(found: Iterable[Document | str], store: Packs | PackView | str) -> list[Document]:
+def resolve_documents(
+    found: Iterable[Document | Mapping[str, Any] | str], store: Packs | PackView | str
+) -> list[Document]:
     """Documents and handles as documents of text, to show to people and to cite.
 
-    A document's text replaces its handle; all else stays. A string, or a document from another retriever, gives one
-    document for each of its handles. Handles inside the text of a fact are not resolved. Pass a view,
-    `store.view("mine")`, wherever handles come from somebody else: a store is read in all its namespaces.
+    A document's text replaces its handle; all else stays. A document may be the mapping that a checkpointer makes of
+    it. A string, or a document from another retriever, gives one document for each of its handles. Handles inside the
+    text of a fact are not resolved. Pass a view, `store.view("mine")`, wherever handles come from somebody else: a
+    store is read in all its namespaces.
     """
     documents, peek = list[Document](), _peeking(store)
     for item in found:
-        document = Document(item) if isinstance(item, str) else item
+        document = Document(item) if isinstance(item, str) else Document.model_validate(item)
         text, own = document.page_content, own_handle(document)
         handles = [handle for *_, handle in find_handles(text)]
         if own is not None and text != str(own):

@@ -18,6 +18,7 @@ from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.outputs import ChatGeneration, ChatResult
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.types import Command
 
@@ -568,6 +569,9 @@ async def test_the_search_tool_gives_handles_and_keeps_documents(retriever, stor
     assert texts
     assert all(text not in repr(message) for text in texts), "a checkpoint keeps none of them when they are deleted"
     assert not any(map(find_handles, texts))
+    serde = JsonPlusSerializer()
+    [restored] = serde.loads_typed(serde.dumps_typed([message]))
+    assert [document.page_content for document in resolve_documents(restored.artifact, store)] == texts
     assert (await search.ainvoke(call)).content == message.content
     as_text = create_pack_search_tool(retriever.model_copy(update={"content": "text"}), store)
     again = as_text.invoke({**call, "name": as_text.name})

@@ -296,6 +296,24 @@ def test_packs_of_what_was_changed_elsewhere_go_with_sync(collection, shelf):
     assert len(shelf) == 21
 
 
+def test_sync_spares_a_text_that_another_document_has(collection, shelf):
+    collection.add_documents([Document("Chunk 4 tells of the harbour.", id="twin")])
+    search = collection.as_retriever(search_kwargs={"k": 21})
+    retriever = KnowledgePackRetriever.from_retriever(search, **parts(shelf, kv="lazy"))
+    retriever.invoke("harbour")
+    collection.delete([shelf.peek(shelf.handle("Chunk 4 tells of the harbour.", "isles")).provenance["id"]])
+    assert retriever.sync() == []
+    collection.delete(["c4", "twin"])
+    assert retriever.sync() == [str(shelf.handle("Chunk 4 tells of the harbour.", "isles"))]
+
+
+def test_a_sync_that_removes_all_packs_says_so(collection, shelf, caplog):
+    retriever = KnowledgePackRetriever.from_retriever(collection.as_retriever(), **parts(shelf, kv="lazy"))
+    found = retriever.invoke("harbour")
+    assert len(retriever.sync([])) == len(found)
+    assert f"All {len(found)} packs are removed" in caplog.text
+
+
 def test_sync_beside_one_who_writes(collection, shelf, monkeypatch):
     """What is added while the collection is read stays; what is deleted then goes with this sync or the next."""
     retriever = KnowledgePackRetriever.from_retriever(
