@@ -19,10 +19,10 @@ from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PR
 from llama_index.core.schema import BaseNode, ImageNode, IndexNode, MetadataMode, NodeWithScore, QueryBundle, TextNode
 from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
 
-from kp_core import Fact, FactStore, Hit, Packs, Session
+from kp_core import Fact, FactStore, Handle, Hit, Packs, Session
 from kp_core.banks.compiling import open_facts
 from kp_core.banks.delivery import Delivery
-from kp_core.errors import FactError
+from kp_core.errors import FactError, OptionError
 from kp_core.packs.handle import inert
 from kp_core.plan.request import CompiledFor, refuse_unknown
 from kp_llamaindex.llm import KnowledgePackLLM
@@ -165,6 +165,41 @@ def _delivery_of(
     return Delivery(facts, engine, store, kv="lazy" if lazy else "stored", **settings)
 
 
+def _checked(share: float | None) -> float | None:
+    if share is None or (isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1):
+        return share
+    raise OptionError(f"Got window_share={share!r}; expected a share of the model's positions up to 1, or None.")
+
+
+def _within(nodes: Sequence[NodeWithScore], delivery: Delivery, share: float | None) -> list[NodeWithScore]:
+    """`nodes`, without handles from where on their packs take more than `share` of the model's positions.
+
+    LlamaIndex cuts texts that are too long for one prompt, and asks several times. Handles look short to it.
+    """
+    fitting, session = list(nodes), delivery.engine
+    if share is None or session is None:
+        return fitting
+    left = most = int(share * session.max_positions)
+    for at, scored in enumerate(nodes):
+        if isinstance(node := scored.node, PackNode) and node.is_intact:
+            left -= _tokens(node.handle, delivery.store)
+            if left < 0:
+                fitting[at] = NodeWithScore(node=PackNode.from_node(node), score=scored.score)
+    if left < 0:
+        logger.warning(
+            "The packs of %d nodes have %d tokens, more than the %d that are for packs (window_share=%s): the last go "
+            "as text. Ask for fewer (similarity_top_k), or read some of them in one prompt, by an LLM with "
+            "composer='select' and window_share=None here.",
+            *(len(nodes), most - left, most, share),
+        )
+    return fitting
+
+
+def _tokens(handle: str, store: Packs) -> int:
+    pack = store.peek(Handle.parse(handle))
+    return 0 if pack is None else len(pack.token_ids)
+
+
 class KnowledgePackRetriever(BaseRetriever):
     """Finds facts of `namespace` in `fact_store`. Returns each as a `PackNode` with the handle of its pack in `store`.
 
@@ -176,6 +211,10 @@ class KnowledgePackRetriever(BaseRetriever):
     `namespace="default"`, `unit="fact"` (or `bank`, `document`), `compiled_for="user"` (the start of a user message;
     `system`, or `pack_place(prompt, llm)`), `lazy=False` (`True`: packs without KV, which is computed in the prompt),
     `precompile="idle"` (KV when the engine is idle; `now`: before a search returns) and `compress="none"`.
+
+    Nodes whose packs are beyond `window_share` of the model's positions in all go as text, with a logged warning, so
+    that LlamaIndex divides them among several prompts. With `None` none do, for an LLM that reads some of the packs
+    that it gets (`composer="select"`).
 
     Raises `OptionError` for options that do not exist, and the errors of `FactStore.search`.
     """
@@ -190,6 +229,7 @@ class KnowledgePackRetriever(BaseRetriever):
         filters: MetadataFilters | None = None,
         score_cutoff: float | None = None,
         content: Literal["handle", "text"] = "handle",
+        window_share: float | None = 0.5,
         callback_manager: CallbackManager | None = None,
         verbose: bool = False,
         **packing: Any,
@@ -200,7 +240,7 @@ class KnowledgePackRetriever(BaseRetriever):
         super().__init__(callback_manager=callback_manager, verbose=verbose)
         self.delivery = _delivery_of(open_facts(fact_store), store, **packing)
         self.similarity_top_k, self.probes, self.filters = similarity_top_k, probes, filters
-        self.score_cutoff, self.content = score_cutoff, content
+        self.score_cutoff, self.content, self.window_share = score_cutoff, content, _checked(window_share)
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         results = self.delivery.search(
@@ -214,7 +254,7 @@ class KnowledgePackRetriever(BaseRetriever):
         for result in results:
             handle = "" if result.handle is None or self.content == "text" else str(result.handle)
             nodes.append(NodeWithScore(node=to_node(result.unit, handle), score=result.hit.score))
-        return nodes
+        return _within(nodes, self.delivery, self.window_share)
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return await asyncio.to_thread(self._retrieve, query_bundle)
@@ -225,21 +265,28 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
 
     A new node is compiled by `engine` for the position `compiled_for`, by default that of the first node in
     LlamaIndex's own question prompt: when the engine is idle, or with `precompile="now"` before the query goes on.
-    `packing` is as for `KnowledgePackRetriever`. Nodes of images and nodes without text stay as they are. Put it last,
-    behind rerankers and whatever rewrites nodes.
+    `window_share` and `packing` are as for `KnowledgePackRetriever`. Nodes of images and nodes without text stay as
+    they are. Put it last, behind rerankers and whatever rewrites nodes.
 
         engine = index.as_query_engine(llm=llm, node_postprocessors=[KnowledgePackPostprocessor(engine=..., store=...)])
     """
 
     delivery: Delivery = Field(exclude=True, repr=False)
+    window_share: float | None = 0.5
 
     def __init__(
-        self, *, engine: Session, store: Packs, compiled_for: CompiledFor | None = None, **packing: Any
+        self,
+        *,
+        engine: Session,
+        store: Packs,
+        compiled_for: CompiledFor | None = None,
+        window_share: float | None = 0.5,
+        **packing: Any,
     ) -> None:
         if compiled_for is None:
             compiled_for = pack_place(DEFAULT_TEXT_QA_PROMPT_SEL, KnowledgePackLLM(engine=engine))
         delivery = _delivery_of(None, store, engine=engine, compiled_for=compiled_for, **packing)
-        super().__init__(delivery=delivery)  # type: ignore[call-arg]
+        super().__init__(delivery=delivery, window_share=_checked(window_share))  # type: ignore[call-arg]
 
     def __getstate__(self) -> dict[str, Any]:
         # LlamaIndex would leave out what cannot be pickled, and say so only in the log.
@@ -251,7 +298,8 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
 
         Call it when the document is deleted: `index.delete_ref_doc(id, delete_from_docstore=True)`, then
         `postprocessor.discard(id)`. By default LlamaIndex keeps the node, and a later `compile` or `sync` finds it. A
-        node of no document is its own, by its id. A warning is logged for an id without packs that is like another.
+        node of no document is its own, by its id. A warning is logged for an id without packs. A text that another
+        document has, too, gets its pack again when it is found.
         """
         return list(map(str, self.delivery.discard(ref_doc_id)))
 
@@ -283,7 +331,7 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
         results = self.delivery.deliver([Hit(_fact_of(node, self.delivery.namespace), 0.0) for node in todo.values()])
         for (at, node), result in zip(todo.items(), results, strict=True):
             packed[at] = NodeWithScore(node=PackNode.from_node(node, str(result.handle or "")), score=nodes[at].score)
-        return packed
+        return _within(packed, self.delivery, self.window_share)
 
 
 def _fact_of(node: PackNode, namespace: str | None) -> Fact:

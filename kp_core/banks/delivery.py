@@ -208,20 +208,26 @@ class Delivery:
         live = {content_id(text) for text in texts(packs)}
         stale = [handle for handle, pack in packs.items() if content_id(pack.text) not in live]
         self.forget(*stale)
+        if len(stale) == len(packs) > 1:
+            logger.warning("All %d packs are removed: none of their texts is there any more.", len(packs))
         log_event(logger, "packs synchronised", packs=len(packs), removed=len(stale))
         return stale
 
     def discard(self, source: str) -> list[Handle]:
         """Delete the packs of this source and return their handles; none that waits to be compiled is written.
 
-        A source that has none, though that of others is alike, is logged as a warning.
+        A source that has none is logged as a warning, with the one that may be meant.
         """
         self.cancel()
-        sources = {handle: pack.provenance.get("source", "") for handle, pack in self.compiled().items()}
-        handles = [handle for handle, its_source in sources.items() if its_source == source]
-        alike = [each for each in sources.values() if each.endswith(f"/{source}")]
-        if not handles and (near := alike or difflib.get_close_matches(source, sources.values(), 1, cutoff=0.8)):
-            logger.warning("No pack is of %r, and none was removed. One is of %r: is it meant?", source, near[0])
+        of = {handle: pack.provenance for handle, pack in self.compiled().items()}
+        handles = [handle for handle, about in of.items() if about.get("source", "") == source]
+        sources = [about.get("source", "") for about in of.values()]
+        alike = [each for each, about in zip(sources, of.values(), strict=True) if about.get("id") == source]
+        alike += [each for each in sources if each.endswith(f"/{source}")]
+        if not handles:
+            near = alike or difflib.get_close_matches(source, sources, 1, cutoff=0.8)
+            meant = f" One is of {near[0]!r}: is it meant?" if near else ""
+            logger.warning("No pack is of %r, and none was removed.%s", source, meant)
         self.forget(*handles)
         return handles
 

@@ -4,7 +4,7 @@ import logging
 
 import chromadb
 import pytest
-from llama_index.core import Document, PromptTemplate, StorageContext, SummaryIndex, VectorStoreIndex
+from llama_index.core import Document, PromptTemplate, Settings, StorageContext, SummaryIndex, VectorStoreIndex
 from llama_index.core.indices.postprocessor import SimilarityPostprocessor
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
@@ -14,7 +14,7 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from kp_core import Handle
-from kp_core.errors import FactError, PromptError
+from kp_core.errors import FactError, OptionError, PromptError
 from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor, NumberSources, PackNode
 from tests.conftest import tiny_engine, until
 from tests.llamaindex.conftest import QUESTION, CountingEmbedding
@@ -58,7 +58,7 @@ def test_text_metadata_scores_and_order_stay(packs, nodes, store):
 
 
 def test_what_is_there_is_compiled_before_anybody_asks(nodes, store):
-    packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=store, namespace="isles")
+    packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=store, namespace="isles", window_share=None)
     handles = packs.compile([*nodes, TextNode(text=" ")], progress=False)
     assert len(handles) == len(nodes)
     assert [each.node.handle for each in packs.postprocess_nodes(found(*nodes))] == handles
@@ -96,6 +96,22 @@ def test_the_answer_is_that_of_text(packs, nodes, llm, usages):
     assert str(answers[0]) == str(answers[1]) != ""
     assert usages[0]["pack_tokens"] > 0 == usages[1]["pack_tokens"]
     assert usages[0]["prompt_tokens"] + usages[0]["pack_tokens"] == usages[1]["prompt_tokens"]
+
+
+def test_packs_beyond_half_of_the_window_go_as_text_in_further_prompts(packs, nodes, llm, usages, caplog, monkeypatch):
+    monkeypatch.setattr(Settings, "_tokenizer", llm.token_ids)
+    index = SummaryIndex(nodes)
+    answer = index.as_query_engine(llm, node_postprocessors=[packs]).query(QUESTION)
+    assert str(answer) not in ("", "Empty Response")
+    assert usages[0]["pack_tokens"] > 0
+    assert len(usages) > 1
+    assert "more than the 1024 that are for packs" in caplog.text
+    made = packs.postprocess_nodes(found(*nodes))
+    handles = [bool(each.node.handle) for each in made]
+    assert handles == sorted(handles, reverse=True), "the first have packs"
+    assert [each.text for each in made] == [node.text for node in nodes]
+    packs.window_share = None
+    assert all(each.node.handle for each in packs.postprocess_nodes(found(*nodes)))
 
 
 async def test_behind_fusion_and_a_cutoff_sync_and_async(packs, nodes, llm, usages):
@@ -169,6 +185,9 @@ def test_the_empty_docstore_of_an_index_over_a_vector_store_removes_nothing(pack
 
 
 def test_bad_settings(store):
+    for share in (0, 1.5, -1, True, "half"):
+        with pytest.raises(OptionError, match=r"Got window_share=.*; expected a share"):
+            KnowledgePackPostprocessor(engine=tiny_engine(), store=store, window_share=share)
     with pytest.raises(ValueError, match="Acme Corp"):
         KnowledgePackPostprocessor(engine=tiny_engine(), store=store, namespace="Acme Corp")
     with pytest.raises(ValueError, match="precompile"):
@@ -199,8 +218,12 @@ def test_an_id_that_misses_that_of_a_document_is_answered_with_it(packs, store, 
     for missed in ("key.md", "/notes/kay.md"):
         assert packs.discard(missed) == []
         assert f"No pack is of '{missed}', and none was removed. One is of '/notes/key.md'" in caplog.text
-    caplog.clear()
+    [node] = (each for each in index.docstore.docs.values() if each.ref_doc_id == "/notes/key.md")
+    assert packs.discard(node.node_id) == []
+    assert f"No pack is of '{node.node_id}', and none was removed. One is of '/notes/key.md'" in caplog.text
     assert packs.discard("never-compiled.md") == []
+    assert caplog.messages[-1] == "No pack is of 'never-compiled.md', and none was removed."
+    caplog.clear()
     assert len(packs.discard("/notes/key.md")) == len(list(store)) == 1
     assert not caplog.text
 
