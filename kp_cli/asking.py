@@ -80,7 +80,7 @@ def ask(  # noqa: C901, PLR0913 - one parameter per option or group of options, 
         str | None, typer.Argument(metavar="[QUESTION]", help="What to answer. Without it: type one after another.")
     ] = None,
     *,
-    k: Annotated[int, typer.Option("-k", min=1, max=MOST_FACTS, help="How many facts per question.")] = 3,
+    k: Annotated[int, typer.Option("-k", "--k", min=1, max=MOST_FACTS, help="How many facts per question.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 64,
     text: Annotated[bool, typer.Option("--text", help="Send the facts as text, as plain RAG does.")] = False,
     explain: Annotated[
@@ -154,7 +154,7 @@ def _opened(stack: ExitStack, place: str, options: _AskOptions, *, lazy: bool) -
             raise FactError(f"There is no fact of the namespace {options.namespace!r}; expected {', '.join(known)}.")
     session = options.load()
     kv: KV = options.kv or ("stored" if "kv" in session.supports else "lazy")
-    folder = options.folder(place, facts)
+    folder = options.noted_folder(place, facts)
     return session, Delivery(facts, session, folder, unit=options.unit, kv="lazy" if lazy else kv)
 
 

@@ -40,7 +40,7 @@ def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
         Path, typer.Argument(metavar="JSONL", help="An object a line: question; optional answer, passages, kind.")
     ],
     *,
-    k: Annotated[int, typer.Option("-k", min=2, help="How many facts, for a question without passages.")] = 5,
+    k: Annotated[int, typer.Option("-k", "--k", min=2, help="How many facts, for a question without passages.")] = 5,
     composers: Annotated[str, typer.Option(help="What to measure, with spaces between.")] = " ".join(COMPOSERS),
     minutes: Annotated[float, typer.Option(min=0.1, help="Most minutes; twenty questions are asked at least.")] = 10,
     read: PlaceOptions,
@@ -55,7 +55,7 @@ def calibrate(  # noqa: PLR0913 - one parameter per option or group of options
     """
     with read.open(place, read_only=True) as facts:
         asked = enough_of(_questions(existing(questions), facts, k))  # Before a model is loaded.
-        store, session = PackStore(read.folder(place, facts)), model.load()
+        store, session = PackStore(read.noted_folder(place, facts)), model.load()
     calibration = calibrate_composers(
         session, asked, composers.split(), view=store.view("default"), minutes=minutes, progress=not as_json
     )

@@ -86,6 +86,8 @@ def _measured(model: ModelOptions, place: str) -> dict[str, Any]:
         pace = len(pack.prefix + pack.token_ids) / (time.perf_counter() - began)
         try:
             speed = _store_speed(pack, place)
+            if "://" not in place and not Path(place).is_dir():
+                report["store"] = f"there is no folder {place}; measured in {_folder_near(place)}"
         except ERRORS as error:
             report["store"] = f"cannot be measured: {message_of(error)}"
             speed = None
@@ -103,14 +105,17 @@ def _measured(model: ModelOptions, place: str) -> dict[str, Any]:
     }
 
 
+def _folder_near(place: str) -> Path:
+    """The folder `place`, or the nearest one above it: one that is still to be made lies there."""
+    return next(filter(Path.is_dir, (Path(place).absolute(), *Path(place).absolute().parents)))
+
+
 def _store_speed(pack: KnowledgePack, place: str) -> float:
     """Bytes of KV a second that a store at `place` gives, of a large entry that is read for the first time."""
     if pack.kv is not None:
         pack = replace(pack, kv=KVTensors.concat([pack.kv] * _TIMES), token_ids=pack.token_ids * _TIMES)
     is_folder = "://" not in place
-    # A folder that is still to be made lies where the nearest one above it does.
-    there = next(filter(Path.exists, (Path(place), *Path(place).parents)), None) if is_folder else None
-    with tempfile.TemporaryDirectory(prefix="kp-", dir=there) as folder:
+    with tempfile.TemporaryDirectory(prefix="kp-", dir=_folder_near(place) if is_folder else None) as folder:
         store = PackStore(folder if is_folder else f"{place}/{Path(folder).name.replace('_', '-')}", secret="0" * 64)
         try:
             handle = store.put(pack)

@@ -67,7 +67,7 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     *,
     fact: Annotated[list[str] | None, typer.Option("--fact", metavar="TEXT", help="A fact; may be repeated.")] = None,
     fact_id: Annotated[str, typer.Option("--id", help="Id of the one --fact; default: a digest of it.")] = "",
-    replace: Annotated[bool, typer.Option("--replace", help="Replace facts that have the same ids.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace facts of the same ids, edited ones too.")] = False,
     namespace: Namespace = None,
     on_error: Annotated[OnError, typer.Option(help="What to do with rows that are no facts.")] = "raise",
     max_chars: Annotated[int, typer.Option(help="Cut longer paragraphs of texts and documents; in characters.")] = 2000,
@@ -121,9 +121,9 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
             "facts": len(collection),
             "outdated": outdated,
         }
-        folder = options.folder(place, collection)
+        folder = options.noted_folder(place, collection) if compiled else options.folder(place, collection)
         if replace:
-            _collect(collection, folder)
+            _collect(collection, options.folders(place, collection))
         if not as_json:
             console().print(_summary(added, len(skipped), len(collection), is_empty=is_empty))
             for source, ids in outdated.items():
@@ -163,7 +163,7 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
         with options.open(place, wait=wait) as collection:
             fact = collection.get(_full_id(name, collection))
             editing.replaced(fact.text, old, new)  # What cannot be corrected must fail before a model is loaded.
-            session, store = model.load(), PackStore(options.folder(place, collection))
+            session, store = model.load(), PackStore(options.noted_folder(place, collection))
             delivery = Delivery(collection, session, store, kv="stored", namespace=fact.namespace)
             with waiting("Compiling"):
                 edited = editing.edit_fact(delivery, fact.id, old, new, how=how)
@@ -214,7 +214,7 @@ def remove(  # noqa: C901, PLR0913 - one parameter per option, and their checks
     if unused == bool(ids or tests):
         raise typer.BadParameter("Got neither ids nor --where nor --source nor --unused; give one (--unused alone).")
     with options.open(place, wait=wait) as collection:
-        matching, folder = list[Fact](), options.folder(place, collection)
+        matching, folders = list[Fact](), options.folders(place, collection)
         if not unused:
             full_ids = [_full_id(prefix, collection) for prefix in ids] if ids else None
             where_all = {"$and": tests} if tests else None
@@ -224,10 +224,11 @@ def remove(  # noqa: C901, PLR0913 - one parameter per option, and their checks
         if not dry_run:
             for space in {fact.namespace for fact in matching}:
                 collection.delete([fact.id for fact in matching if fact.namespace == space], namespace=space)
-            packs = report["packs"] = _collect(collection, folder, namespace if unused else None)
+            packs = report["packs"] = _collect(collection, folders, namespace if unused else None)
             message = f"Facts removed: {len(matching)}; packs: {packs}; facts left: {len(collection)}."
-        elif unused and is_store(folder):
-            packs = report["packs"] = len(Delivery(collection, None, folder, namespace=namespace).orphans())
+        elif unused:
+            found = (Delivery(collection, None, each, namespace=namespace) for each in folders if is_store(each))
+            packs = report["packs"] = sum(len(delivery.orphans()) for delivery in found)
             message = f"Packs that would be removed: {packs}."
         if matching and not dry_run:
             where = "FOLDER` on its server" if collection.path is None else f"{shlex.quote(str(collection.path))}`"
@@ -290,7 +291,7 @@ def _outdated(collection: ChromaFactStore, read: Mapping[tuple[str, str], set[st
 
 
 def _summary(added: Added, skipped: int, facts: int, *, is_empty: bool) -> str:
-    lines = [f"Facts added: {added.added}; already stored: {added.duplicates}; rows skipped: {skipped}."]
+    lines = [f"Facts added: {added.added}; already stored: {added.duplicates}; skipped: {skipped}."]
     if not (is_empty or added.added or added.duplicates or added.superseded or skipped):
         types = "JSON lines, CSV, text, Markdown, Word, PDF and HTML"
         lines.append(f"Nothing was found there. {types} are read; `kp build --help` says more.")
@@ -340,9 +341,10 @@ def _compile_there(server: Compiles, units: Sequence[Fact], unit: Unit) -> None:
             pass  # An error in a thread is raised here, and cancels the rest.
 
 
-def _collect(facts: ChromaFactStore, folder: str, namespace: str | None = None) -> int:
-    """Remove the packs in `folder`, of `namespace` if given, that no fact uses any more. Returns how many."""
-    return len(Delivery(facts, None, folder, namespace=namespace).gc()) if is_store(folder) else 0
+def _collect(facts: ChromaFactStore, folders: Iterable[str], namespace: str | None = None) -> int:
+    """Remove the packs in `folders`, of `namespace` if given, that no fact uses any more. Returns how many."""
+    deliveries = (Delivery(facts, None, folder, namespace=namespace) for folder in folders if is_store(folder))
+    return sum(len(delivery.gc()) for delivery in deliveries)
 
 
 def _full_id(prefix: str, facts: FactStore) -> str:

@@ -25,6 +25,7 @@ from kp_core.banks.base import content_id
 from kp_core.banks.chroma import is_fact_store, is_url
 from kp_core.bundled import check_reachable
 from kp_core.errors import FactError, ModelError
+from kp_core.packs.blobs import replace_file
 from kp_core.packs.handle import check_namespace
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ Namespace = Annotated[
 MOST_FACTS = 10**6
 """The most that a search can be asked for."""
 _LOOKED_AT = 1000
+_PLACES, _DEFAULT = "packs.json", "packs"  # Where packs of a collection were stored, the last first; in its folder.
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,8 @@ class PlaceOptions:
         str | None,
         typer.Option(
             metavar="PLACE",
-            help="Where packs are: a folder, or a URL such as s3://bucket/prefix. Default: COLLECTION/packs, or a "
-            "cache folder for a collection on a server.",
+            help="Where packs are: a folder, or a URL such as s3://bucket/prefix. Default: where they were last, else "
+            "COLLECTION/packs, or a cache folder for a collection on a server.",
         ),
     ] = None
 
@@ -139,11 +141,35 @@ class PlaceOptions:
         return SentenceTransformerEmbedder(self.embedder)
 
     def folder(self, place: str, facts: ChromaFactStore) -> str:
-        """The place of the packs of `facts`, opened from `place`. Its default is never in a folder that is not ours."""
-        if self.packs is not None:
-            return self.packs
-        if facts.path is not None:
-            return str(facts.path / "packs")
+        """The place of the packs of `facts`, opened from `place`: `--packs`, else the last one, else the default."""
+        return self.packs or self.folders(place, facts)[0]
+
+    def noted_folder(self, place: str, facts: ChromaFactStore) -> str:
+        """As `folder`, for a command that stores packs: later ones find these without `--packs`."""
+        if self.packs is not None and facts.path is not None:
+            with suppress(OSError):  # A collection that can only be read.
+                replace_file(facts.path / _PLACES, [json.dumps(self._names(facts.path)).encode()])
+        return self.folder(place, facts)
+
+    def folders(self, place: str, facts: ChromaFactStore) -> list[str]:
+        """All places where packs of `facts` are or were, first the one to use. The default is in no foreign folder."""
+        if facts.path is None:
+            return [self.packs or self._cache(place)]
+        return [name if is_url(name) else str(facts.path / name) for name in self._names(facts.path)]
+
+    def _names(self, path: Path) -> list[str]:
+        """The places of a collection at `path`, as they are noted there: the default by its name, as folders move."""
+        noted, given = path / _PLACES, list[str]()
+        if self.packs is not None and not is_url(self.packs):
+            there = Path(self.packs).resolve()
+            given = [_DEFAULT if there == (path / _DEFAULT).resolve() else str(there)]
+        elif self.packs is not None:
+            given = [self.packs]
+        earlier = json.loads(noted.read_bytes()) if noted.exists() else []
+        return [*dict.fromkeys([*given, *earlier, _DEFAULT])]
+
+    @staticmethod
+    def _cache(place: str) -> str:
         location = place if is_url(place) else str(Path(place).resolve())
         slug = re.sub(r"\W+", "-", location).strip("-")[-40:]
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -28,7 +28,7 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
     place: Place,
     question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to look for.")],
     *,
-    k: Annotated[int, typer.Option("-k", min=1, max=MOST_FACTS, help="How many facts.")] = 4,
+    k: Annotated[int, typer.Option("-k", "--k", min=1, max=MOST_FACTS, help="How many facts.")] = 4,
     where: Where = None,
     namespace: Namespace = None,
     options: PlaceOptions,

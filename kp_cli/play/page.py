@@ -120,7 +120,12 @@ def _documents(world: World) -> gr.Dataframe:
     def adding(pasted: str, dropped: list[str] | None) -> Iterator[dict[Any, Any]]:
         try:
             with _shown_errors():
-                added = [world.add(list(map(Path, dropped)))] if dropped else []
+                files_given = list(map(Path, dropped or ()))
+                for name in {file.name for file in files_given} & {
+                    document.file for document in world.documents.values()
+                }:
+                    gr.Info(f"{name} takes the place of the earlier file of this name.")
+                added = [world.add(files_given)] if files_given else []
                 for _ in chain(*added, world.paste(pasted) if pasted.strip() or not dropped else ()):
                     yield {listing: _rows(world)}
                 yield {text: ""}

@@ -477,8 +477,8 @@ def _prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
         lock.acquire(timeout=wait)
     except Timeout as error:
         raise FactStoreLockedError(
-            f"{path} is open for writing in another process. Wait for it (`wait=seconds`, in the shell "
-            "`--wait SECONDS`), read with `read_only=True`, or let both use a server (`chroma run`)."
+            f"{path} is open for writing in another process. Wait for it (`--wait SECONDS` in the shell, "
+            "`wait=seconds` in Python), read with `read_only=True`, or let both use a server (`chroma run`)."
         ) from error
     return lock
 

@@ -47,7 +47,7 @@ def test_brackets_are_printed_as_they_are(kp: Kp, bank: Path, at_once: None) -> 
     row = {"text": "Glyphs of [/orrelay] are [red]red[/red].", "title": "[b]Glyphs[/]"}
     (bank.parent / "glyphs.jsonl").write_text(json.dumps(row))
     assert kp("build", "bank", "glyphs.jsonl")[0] == 0
-    code, out, _ = kp("search", "bank", "What are the glyphs of Orrelay?", "-k", "1")
+    code, out, _ = kp("search", "bank", "What are the glyphs of Orrelay?", "--k", "1")
     assert code == 0
     assert "[b]Glyphs[/]" in out
     assert "Glyphs of [/orrelay] are [red]red[/red]." in out
@@ -108,6 +108,28 @@ def test_a_filter_that_nothing_passes_is_shown_what_is_there(kp: Kp, tmp_path: P
     )
 
 
+def test_a_collection_knows_where_its_packs_are(kp: Kp, tmp_path: Path) -> None:
+    tiny = ("--compile", "--engine", "tests.cli.engines:tiny")
+    said = "The safe code of Brask is seven thousand and thirty-one, and nobody writes it down."
+    kp("build", "notes", "--fact", said, "--id", "code", *tiny, "--packs", "one")
+    kp("build", "notes", "--fact", "The ferry of Brask leaves at six in the morning.", *tiny, "--packs", "two")
+    kp("build", "notes", *tiny)
+    kp("build", "notes", "--fact", "The mill of Brask has four sails, all of them red.")
+
+    def holding(text: str) -> set[str]:
+        return {file.relative_to(tmp_path).parts[0] for file in tmp_path.rglob("*.txt") if text in file.read_text()}
+
+    assert as_json(kp("status", "notes", "--json"))["packs"]["packs"] == 2, "those of the last place"
+    assert (holding("safe code"), holding("ferry")) == ({"one", "two"}, {"two"})
+    (tmp_path / "notes").rename(tmp_path / "moved")
+    assert as_json(kp("remove", "moved", "code", "--json"))["packs"] == 2
+    assert (holding("safe code"), holding("ferry")) == (set(), {"two"})
+    kp("build", "moved", *tiny, "--packs", "moved/packs")
+    assert as_json(kp("status", "moved", "--json"))["packs"]["packs"] == 2
+    (tmp_path / "moved").rename(tmp_path / "again")
+    assert as_json(kp("status", "again", "--json"))["packs"]["packs"] == 2, "its own folder moves with it"
+
+
 def test_a_build_says_how_to_ask_with_its_packs(kp: Kp) -> None:
     _, out, _ = kp("build", "new", "--fact", "The ferry leaves at six.", "--packs", "elsewhere")
     assert '`kp ask new "QUESTION" --packs elsewhere` answers from it.' in out
@@ -124,7 +146,7 @@ def test_build_search_add_remove(kp: Kp, bank: Path) -> None:
     assert kp("build", "bank", "--fact", "The ferry leaves at nine.", "--id", "ferry")[0] == 1
     assert kp("build", "bank", "--fact", "The ferry leaves at nine.", "--id", "fery", "--replace")[0] == 1
     code, out, _ = kp("build", "bank", "--fact", "The ferry leaves at nine.", "--id", "ferry", "--replace")
-    assert (code, out.splitlines()[:2]) == (0, ["Facts added: 1; already stored: 0; rows skipped: 0.", "Now 5 facts."])
+    assert (code, out.splitlines()[:2]) == (0, ["Facts added: 1; already stored: 0; skipped: 0.", "Now 5 facts."])
     [hit] = as_json(kp("search", "bank", "When does the ferry leave?", "-k", "1", "--json"))["hits"]
     assert (hit["id"], hit["text"]) == ("ferry", "The ferry leaves at nine.")
     hits = as_json(kp("search", "bank", "x", "--where", '{"year": {"$lt": 1900}}', "--json"))["hits"]
@@ -332,9 +354,10 @@ def test_output_that_cannot_be_written_is_an_error_of_one_line(bank: Path) -> No
 def test_doctor_measures_where_a_store_will_be_and_leaves_nothing(kp: Kp, tmp_path: Path, at_once: None) -> None:
     about = as_json(kp("doctor", "--packs", "new/packs", "--json"))["model"]
     assert (about["supported"], about["store_mb_per_s"] > 0, list(tmp_path.glob("*"))) == (True, True, [])
+    assert about["store"] == f"there is no folder new/packs; measured in {tmp_path}"
     (tmp_path / "file").touch()
     about = as_json(kp("doctor", "--packs", "file", "--json"))["model"]
-    assert (about["supported"], "cannot be measured: " in about["store"]) == (True, True)
+    assert (about["supported"], about["store"]) == (True, f"there is no folder file; measured in {tmp_path}")
     assert "advice" in about
 
 
