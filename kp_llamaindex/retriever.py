@@ -8,6 +8,7 @@ import logging
 import pickle
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any, Literal, Self
 
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -22,7 +23,7 @@ from llama_index.core.vector_stores.types import FilterCondition, FilterOperator
 from kp_core import Fact, FactStore, Handle, Hit, Packs, Session
 from kp_core.banks.compiling import open_facts
 from kp_core.banks.delivery import Delivery
-from kp_core.errors import FactError, OptionError
+from kp_core.errors import FactError
 from kp_core.packs.handle import inert
 from kp_core.plan.request import CompiledFor, refuse_unknown
 from kp_llamaindex.llm import KnowledgePackLLM
@@ -46,6 +47,7 @@ _NODES_ELSEWHERE = (
     "An index over a vector store has an empty docstore; ask the vector store for its nodes (`get_nodes(None)` of "
     "Chroma). `discard(ref_doc_id)` removes the packs of one document."
 )
+_BESIDE = 1024  # Tokens of a prompt around packs, and of an answer.
 _PACKING = ("engine", "namespace", "unit", "compiled_for", "lazy", "precompile", "compress")
 
 
@@ -165,38 +167,34 @@ def _delivery_of(
     return Delivery(facts, engine, store, kv="lazy" if lazy else "stored", **settings)
 
 
-def _checked(share: float | None) -> float | None:
-    if share is None or (isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1):
-        return share
-    raise OptionError(f"Got window_share={share!r}; expected a share of the model's positions up to 1, or None.")
+def _divided(nodes: Sequence[NodeWithScore], delivery: Delivery) -> list[NodeWithScore]:
+    """`nodes`; without handles from half of the model's window on, if their packs do not fit into one prompt.
 
-
-def _within(nodes: Sequence[NodeWithScore], delivery: Delivery, share: float | None) -> list[NodeWithScore]:
-    """`nodes`, without handles from where on their packs take more than `share` of the model's positions.
-
-    LlamaIndex cuts texts that are too long for one prompt, and asks several times. Handles look short to it.
+    LlamaIndex cuts texts that are too long for a prompt, and asks several times. Handles look short to it.
     """
     fitting, session = list(nodes), delivery.engine
-    if share is None or session is None:
+    if session is None:
         return fitting
-    left = most = int(share * session.max_positions)
-    for at, scored in enumerate(nodes):
-        if isinstance(node := scored.node, PackNode) and node.is_intact:
-            left -= _tokens(node.handle, delivery.store)
-            if left < 0:
-                fitting[at] = NodeWithScore(node=PackNode.from_node(node), score=scored.score)
-    if left < 0:
-        logger.warning(
-            "The packs of %d nodes have %d tokens, more than the %d that are for packs (window_share=%s): the last go "
-            "as text. Ask for fewer (similarity_top_k), or read some of them in one prompt, by an LLM with "
-            "composer='select' and window_share=None here.",
-            *(len(nodes), most - left, most, share),
-        )
+    window = session.max_positions
+    most, half = max(window // 2, min(window * 7 // 8, window - _BESIDE)), window // 2
+    sizes = [_pack_tokens(scored.node, delivery.store) for scored in nodes]
+    if sum(sizes) <= most:
+        return fitting
+    logger.warning(
+        "The packs of %d nodes have %d tokens; %d fit beside a question and its answer. From %d on they go as text, "
+        "which LlamaIndex divides. Ask for fewer (similarity_top_k), or take an LLM with composer='select', and "
+        "divide=False.",
+        *(len(nodes), sum(sizes), most, half),
+    )
+    for at, (size, total) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
+        if size and total > half:
+            fitting[at] = NodeWithScore(node=PackNode.from_node(nodes[at].node), score=nodes[at].score)
     return fitting
 
 
-def _tokens(handle: str, store: Packs) -> int:
-    pack = store.peek(Handle.parse(handle))
+def _pack_tokens(node: BaseNode, store: Packs) -> int:
+    """The tokens of the pack whose handle the model gets for `node`; 0 for text."""
+    pack = store.peek(Handle.parse(node.handle)) if isinstance(node, PackNode) and node.is_intact else None
     return 0 if pack is None else len(pack.token_ids)
 
 
@@ -212,9 +210,9 @@ class KnowledgePackRetriever(BaseRetriever):
     `system`, or `pack_place(prompt, llm)`), `lazy=False` (`True`: packs without KV, which is computed in the prompt),
     `precompile="idle"` (KV when the engine is idle; `now`: before a search returns) and `compress="none"`.
 
-    Nodes whose packs are beyond `window_share` of the model's positions in all go as text, with a logged warning, so
-    that LlamaIndex divides them among several prompts. With `None` none do, for an LLM that reads some of the packs
-    that it gets (`composer="select"`).
+    Packs that do not fit into one prompt go as text from half of the window on, with a logged warning, so that
+    LlamaIndex divides them among several. With `divide=False` they do not, for an LLM that reads some of the packs that
+    it gets (`composer="select"`).
 
     Raises `OptionError` for options that do not exist, and the errors of `FactStore.search`.
     """
@@ -229,7 +227,7 @@ class KnowledgePackRetriever(BaseRetriever):
         filters: MetadataFilters | None = None,
         score_cutoff: float | None = None,
         content: Literal["handle", "text"] = "handle",
-        window_share: float | None = 0.5,
+        divide: bool = True,
         callback_manager: CallbackManager | None = None,
         verbose: bool = False,
         **packing: Any,
@@ -240,7 +238,7 @@ class KnowledgePackRetriever(BaseRetriever):
         super().__init__(callback_manager=callback_manager, verbose=verbose)
         self.delivery = _delivery_of(open_facts(fact_store), store, **packing)
         self.similarity_top_k, self.probes, self.filters = similarity_top_k, probes, filters
-        self.score_cutoff, self.content, self.window_share = score_cutoff, content, _checked(window_share)
+        self.score_cutoff, self.content, self.divide = score_cutoff, content, divide
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         results = self.delivery.search(
@@ -254,7 +252,7 @@ class KnowledgePackRetriever(BaseRetriever):
         for result in results:
             handle = "" if result.handle is None or self.content == "text" else str(result.handle)
             nodes.append(NodeWithScore(node=to_node(result.unit, handle), score=result.hit.score))
-        return _within(nodes, self.delivery, self.window_share)
+        return _divided(nodes, self.delivery) if self.divide else nodes
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return await asyncio.to_thread(self._retrieve, query_bundle)
@@ -265,14 +263,14 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
 
     A new node is compiled by `engine` for the position `compiled_for`, by default that of the first node in
     LlamaIndex's own question prompt: when the engine is idle, or with `precompile="now"` before the query goes on.
-    `window_share` and `packing` are as for `KnowledgePackRetriever`. Nodes of images and nodes without text stay as
+    `divide` and `packing` are as for `KnowledgePackRetriever`. Nodes of images and nodes without text stay as
     they are. Put it last, behind rerankers and whatever rewrites nodes.
 
         engine = index.as_query_engine(llm=llm, node_postprocessors=[KnowledgePackPostprocessor(engine=..., store=...)])
     """
 
     delivery: Delivery = Field(exclude=True, repr=False)
-    window_share: float | None = 0.5
+    divide: bool = True
 
     def __init__(
         self,
@@ -280,13 +278,13 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
         engine: Session,
         store: Packs,
         compiled_for: CompiledFor | None = None,
-        window_share: float | None = 0.5,
+        divide: bool = True,
         **packing: Any,
     ) -> None:
         if compiled_for is None:
             compiled_for = pack_place(DEFAULT_TEXT_QA_PROMPT_SEL, KnowledgePackLLM(engine=engine))
         delivery = _delivery_of(None, store, engine=engine, compiled_for=compiled_for, **packing)
-        super().__init__(delivery=delivery, window_share=_checked(window_share))  # type: ignore[call-arg]
+        super().__init__(delivery=delivery, divide=divide)  # type: ignore[call-arg]
 
     def __getstate__(self) -> dict[str, Any]:
         # LlamaIndex would leave out what cannot be pickled, and say so only in the log.
@@ -331,7 +329,7 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
         results = self.delivery.deliver([Hit(_fact_of(node, self.delivery.namespace), 0.0) for node in todo.values()])
         for (at, node), result in zip(todo.items(), results, strict=True):
             packed[at] = NodeWithScore(node=PackNode.from_node(node, str(result.handle or "")), score=nodes[at].score)
-        return _within(packed, self.delivery, self.window_share)
+        return _divided(packed, self.delivery) if self.divide else packed
 
 
 def _fact_of(node: PackNode, namespace: str | None) -> Fact:

@@ -14,7 +14,7 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from kp_core import Handle
-from kp_core.errors import FactError, OptionError, PromptError
+from kp_core.errors import FactError, PromptError
 from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor, NumberSources, PackNode
 from tests.conftest import tiny_engine, until
 from tests.llamaindex.conftest import QUESTION, CountingEmbedding
@@ -58,7 +58,7 @@ def test_text_metadata_scores_and_order_stay(packs, nodes, store):
 
 
 def test_what_is_there_is_compiled_before_anybody_asks(nodes, store):
-    packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=store, namespace="isles", window_share=None)
+    packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=store, namespace="isles", divide=False)
     handles = packs.compile([*nodes, TextNode(text=" ")], progress=False)
     assert len(handles) == len(nodes)
     assert [each.node.handle for each in packs.postprocess_nodes(found(*nodes))] == handles
@@ -98,19 +98,19 @@ def test_the_answer_is_that_of_text(packs, nodes, llm, usages):
     assert usages[0]["prompt_tokens"] + usages[0]["pack_tokens"] == usages[1]["prompt_tokens"]
 
 
-def test_packs_beyond_half_of_the_window_go_as_text_in_further_prompts(packs, nodes, llm, usages, caplog, monkeypatch):
-    monkeypatch.setattr(Settings, "_tokenizer", llm.token_ids)
-    index = SummaryIndex(nodes)
-    answer = index.as_query_engine(llm, node_postprocessors=[packs]).query(QUESTION)
+@pytest.mark.usefixtures("clean_settings")
+def test_packs_beyond_the_window_go_as_text_in_further_prompts(packs, nodes, llm, usages, caplog):
+    Settings.tokenizer = llm.token_ids
+    answer = SummaryIndex(nodes).as_query_engine(llm, node_postprocessors=[packs]).query(QUESTION)
     assert str(answer) not in ("", "Empty Response")
     assert usages[0]["pack_tokens"] > 0
     assert len(usages) > 1
-    assert "more than the 1024 that are for packs" in caplog.text
+    assert "1024 fit beside a question" in caplog.text
     made = packs.postprocess_nodes(found(*nodes))
     handles = [bool(each.node.handle) for each in made]
     assert handles == sorted(handles, reverse=True), "the first have packs"
     assert [each.text for each in made] == [node.text for node in nodes]
-    packs.window_share = None
+    packs.divide = False
     assert all(each.node.handle for each in packs.postprocess_nodes(found(*nodes)))
 
 
@@ -185,9 +185,6 @@ def test_the_empty_docstore_of_an_index_over_a_vector_store_removes_nothing(pack
 
 
 def test_bad_settings(store):
-    for share in (0, 1.5, -1, True, "half"):
-        with pytest.raises(OptionError, match=r"Got window_share=.*; expected a share"):
-            KnowledgePackPostprocessor(engine=tiny_engine(), store=store, window_share=share)
     with pytest.raises(ValueError, match="Acme Corp"):
         KnowledgePackPostprocessor(engine=tiny_engine(), store=store, namespace="Acme Corp")
     with pytest.raises(ValueError, match="precompile"):
