@@ -165,7 +165,10 @@ class PlaceOptions:
             given = [_DEFAULT if there == (path / _DEFAULT).resolve() else str(there)]
         elif self.packs is not None:
             given = [self.packs]
-        earlier = json.loads(noted.read_bytes()) if noted.exists() else []
+        try:
+            earlier = json.loads(noted.read_bytes()) if noted.exists() else []
+        except ValueError as error:
+            raise FactError(f"{noted} is damaged; remove it, and give `--packs` where packs are elsewhere.") from error
         return [*dict.fromkeys([*given, *earlier, _DEFAULT])]
 
     @staticmethod

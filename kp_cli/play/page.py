@@ -120,13 +120,12 @@ def _documents(world: World) -> gr.Dataframe:
     def adding(pasted: str, dropped: list[str] | None) -> Iterator[dict[Any, Any]]:
         try:
             with _shown_errors():
-                files_given = list(map(Path, dropped or ()))
-                for name in {file.name for file in files_given} & {
-                    document.file for document in world.documents.values()
-                }:
-                    gr.Info(f"{name} takes the place of the earlier file of this name.")
-                added = [world.add(files_given)] if files_given else []
-                for _ in chain(*added, world.paste(pasted) if pasted.strip() or not dropped else ()):
+                earlier = {document.file for document in world.documents.values()}
+                added = [world.add(list(map(Path, dropped)))] if dropped else []
+                for document in chain(*added, world.paste(pasted) if pasted.strip() or not dropped else ()):
+                    if document.file in earlier:
+                        gr.Info(f"{document.file} takes the place of an earlier one of this name.")
+                        earlier.remove(document.file)
                     yield {listing: _rows(world)}
                 yield {text: ""}
             yield {listing: _rows(world), files: None}
