@@ -168,15 +168,16 @@ def _delivery_of(
 
 
 def _divided(nodes: Sequence[NodeWithScore], delivery: Delivery) -> list[NodeWithScore]:
-    """`nodes`; without handles from half of the model's window on, if their packs do not fit into one prompt.
+    """`nodes`; without handles from a quarter of the model's window on, if their packs do not fit into one prompt.
 
-    LlamaIndex cuts texts that are too long for a prompt, and asks several times. Handles look short to it.
+    LlamaIndex cuts texts that are too long for a prompt, and asks several times. Handles look short to it. It fills
+    half of the window (`KnowledgePackLLM.metadata`), and may count by another tokenizer: hence a quarter.
     """
     fitting, session = list(nodes), delivery.engine
     if session is None:
         return fitting
     window = session.max_positions
-    most, half = max(window // 2, min(window * 7 // 8, window - _BESIDE)), window // 2
+    most, least = max(window // 2, min(window * 7 // 8, window - _BESIDE)), window // 4
     sizes = [_pack_tokens(scored.node, delivery.store) for scored in nodes]
     if sum(sizes) <= most:
         return fitting
@@ -184,10 +185,10 @@ def _divided(nodes: Sequence[NodeWithScore], delivery: Delivery) -> list[NodeWit
         "The packs of %d nodes have %d tokens; %d fit beside a question and its answer. From %d on they go as text, "
         "which LlamaIndex divides. Ask for fewer (similarity_top_k), or take an LLM with composer='select', and "
         "divide=False.",
-        *(len(nodes), sum(sizes), most, half),
+        *(len(nodes), sum(sizes), most, least),
     )
     for at, (size, total) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
-        if size and total > half:
+        if size and total > least:
             fitting[at] = NodeWithScore(node=PackNode.from_node(nodes[at].node), score=nodes[at].score)
     return fitting
 
@@ -210,9 +211,9 @@ class KnowledgePackRetriever(BaseRetriever):
     `system`, or `pack_place(prompt, llm)`), `lazy=False` (`True`: packs without KV, which is computed in the prompt),
     `precompile="idle"` (KV when the engine is idle; `now`: before a search returns) and `compress="none"`.
 
-    Packs that do not fit into one prompt go as text from half of the window on, with a logged warning, so that
-    LlamaIndex divides them among several. With `divide=False` they do not, for an LLM that reads some of the packs that
-    it gets (`composer="select"`).
+    Packs that do not fit into one prompt go as text from a quarter of the window on, with a logged warning, so
+    that LlamaIndex divides them among several. With `divide=False` they do not, for an LLM that reads some of the packs
+    that it gets (`composer="select"`).
 
     Raises `OptionError` for options that do not exist, and the errors of `FactStore.search`.
     """
