@@ -30,12 +30,11 @@ from kp_core.events import warn_once
 from kp_core.packs.handle import check_namespace
 from kp_core.packs.store import open_packs
 from kp_core.packs.view import PackRef, Packs, PackView
-from kp_core.plan.composer import Composer, composer_of
+from kp_core.plan.composer import composer_of
 from kp_core.settings import core_role
 from kp_langchain.chat_model import ChatKnowledgePacks
 from kp_langchain.messages import as_sent, texts_in, with_texts
 from kp_methods.recall import recalled, remember
-from kp_methods.select import SelectComposer
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +266,8 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
         """
         size, text = self._size([result], model), result.text
         handles = find_handles(text) if isinstance(result.content, str) else []
-        if (reads := _selected(model.composer)) and len(handles) > reads:
+        composer = composer_of(model.composer) if isinstance(model.composer, str) else model.composer
+        if composer is not None and (reads := composer.most) is not None and len(handles) > reads:
             sizes = [self._size([_with_content(result, str(handle))], model) for *_, handle in handles]
             size = sum(sorted(sizes)[-reads:]) + self._size([_with_content(result, strip_handles(text))], model)
         if size <= most:
@@ -408,12 +408,6 @@ def _text_alone(message: AnyMessage) -> AnyMessage:
 
 def _with_content(message: ToolMessage, content: str) -> ToolMessage:
     return message.model_copy(update={"content": content})
-
-
-def _selected(composer: str | Composer | None) -> int | None:
-    """The most packs that `composer` sends of those in one message; `None` if it does not select."""
-    chosen = composer_of(composer) if isinstance(composer, str) else composer
-    return chosen.packs if isinstance(chosen, SelectComposer) else None
 
 
 def _schemas(response_format: Any) -> Iterator[dict[str, Any]]:

@@ -88,6 +88,11 @@ class SelectComposer(MeasuredComposer):
         """Method and numbers."""
         return f"select:packs={self.packs}" + (f",least={self.least}" if self.least > 1 else "")
 
+    @property
+    def most(self) -> int:
+        """As `packs`."""
+        return self.packs
+
     def arrange(self, turns: Sequence[Turn], host: Host) -> Arrangement:
         """The turns with the packs that the model's attention selects."""
         return selector_of(host).selected(turns, self, host)

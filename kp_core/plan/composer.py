@@ -100,6 +100,11 @@ class Composer(ABC):
     def key(self) -> str:
         """Method and parameters. Composers with equal keys make equal KV, which the prefix tree shares."""
 
+    @property
+    def most(self) -> int | None:
+        """The most packs of a message that it sends; `None` if it sends all."""
+        return None
+
     def arrange(self, turns: Sequence[Turn], host: Host) -> Arrangement:  # noqa: ARG002
         """Choose, before rendering, what is sent, and what composes it. By default the turns as they are, and this."""
         return Arrangement(turns, self)
