@@ -146,7 +146,7 @@ class PlaceOptions:
 
     def noted_folder(self, place: str, facts: ChromaFactStore) -> str:
         """As `folder`, for a command that stores packs: later ones find these without `--packs`."""
-        if self.packs is not None and facts.path is not None:
+        if self.packs and facts.path is not None:
             with suppress(OSError):  # A collection that can only be read.
                 replace_file(facts.path / _PLACES, [json.dumps(self._names(facts.path)).encode()])
         return self.folder(place, facts)
@@ -160,11 +160,11 @@ class PlaceOptions:
     def _names(self, path: Path) -> list[str]:
         """The places of a collection at `path`, as they are noted there: the default by its name, as folders move."""
         noted, given = path / _PLACES, list[str]()
-        if self.packs is not None and not is_url(self.packs):
+        if self.packs and is_url(self.packs):
+            given = [self.packs]
+        elif self.packs:
             there = Path(self.packs).resolve()
             given = [_DEFAULT if there == (path / _DEFAULT).resolve() else str(there)]
-        elif self.packs is not None:
-            given = [self.packs]
         try:
             earlier = json.loads(noted.read_bytes()) if noted.exists() else []
         except ValueError as error:

@@ -119,10 +119,10 @@ class WrappedRetriever(PackRetriever):
         """Delete the packs of documents that were changed or deleted in the vector store; returns their handles.
 
         A pack is kept if the document that it was compiled from still has its text, or the retriever finds another that
-        has. `documents` are all that there are
-        now, for vector stores that cannot look up ids. Packs of this namespace that were made of facts or documents and
-        cannot be traced go too, so keep one namespace for one collection. Packs that were put by hand stay. Raises
-        `FactError` if documents cannot be looked up. Nothing is deleted if the vector store fails.
+        has. `documents` are all that there are now, for vector stores that cannot look up ids. Packs of this namespace
+        that were made of facts or documents and cannot be traced go too, so keep one namespace for one collection.
+        Packs that were put by hand stay. Raises `FactError` if documents cannot be looked up. Nothing is deleted if the
+        vector store fails.
         """
         source = self.retriever.vectorstore if isinstance(self.retriever, VectorStoreRetriever) else self.retriever
 
