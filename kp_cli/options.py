@@ -167,9 +167,9 @@ class PlaceOptions:
             given = [_DEFAULT if there == (path / _DEFAULT).resolve() else str(there)]
         try:
             earlier = json.loads(noted.read_bytes()) if noted.exists() else []
-        except ValueError as error:
+            return [*dict.fromkeys([*given, *map(str, earlier), _DEFAULT])]
+        except (ValueError, TypeError) as error:
             raise FactError(f"{noted} is damaged; remove it, and give `--packs` where packs are elsewhere.") from error
-        return [*dict.fromkeys([*given, *earlier, _DEFAULT])]
 
     @staticmethod
     def _cache(place: str) -> str:

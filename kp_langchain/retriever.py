@@ -372,10 +372,10 @@ def resolve_documents(
 ) -> list[Document]:
     """Documents and handles as documents of text, to show to people and to cite.
 
-    A document's text replaces its handle; all else stays. A document may be the mapping that a checkpointer makes of
-    it. A string, or a document from another retriever, gives one document for each of its handles. Handles inside the
-    text of a fact are not resolved. Pass a view, `store.view("mine")`, wherever handles come from somebody else: a
-    store is read in all its namespaces.
+    A document's text replaces its handle; all else stays, also a handle whose pack is deleted. A document may be the
+    mapping that a checkpointer makes of it. A string, or a document from another retriever, gives one document for each
+    of its handles. Handles inside the text of a fact are not resolved. Pass a view, `store.view("mine")`, wherever
+    handles come from somebody else: a store is read in all its namespaces.
     """
     documents, peek = list[Document](), _peeking(store)
     for item in found:

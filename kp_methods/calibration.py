@@ -147,14 +147,18 @@ class Calibration:
         return cls(stored["model"], tuple(rows), heads)
 
     def table(self) -> str:
-        """The rows, one a line."""
+        """The rows, one a line, and what the columns are."""
         lines = ["kind        packs tokens composer               right  text  kept   low  ratio"]
         lines += [
             f"{row.kind[:11]:11} {row.packs:5} {row.tokens:6} {row.composer[:22]:22} {row.right:5} "
             f"{row.text_right:5} {row.kept:5.2f} {row.low:5.2f} {row.ratio:6.2f}"
             for row in self.rows
         ]
-        return "\n".join(lines)
+        legend = (
+            "right, text: right answers of the composer and of the text; kept: the first by the second, low: the least "
+            "of its 95 % interval; ratio: first-token time by the text's."
+        )
+        return "\n".join([*lines, legend])
 
 
 class Calibrations:

@@ -50,9 +50,10 @@ def _lines_of(path: Path, encoding: str | None) -> Iterator[_Line]:
                 # Invalid bytes become lone surrogates, which cannot be encoded.
                 line.encode()
             except UnicodeEncodeError as error:
-                fault = FactError(f"is not {encoding} (at character {error.start + 1})")
+                fault = FactError(f"is not {encoding} (at character {error.start + 1}); give its --encoding")
             except UnicodeError as error:  # UTF-16 without a byte order mark raises a plain UnicodeError.
-                yield number, _UNREADABLE, FactError(f"is not {encoding} ({getattr(error, 'reason', error)})")
+                reason = getattr(error, "reason", error)
+                yield number, _UNREADABLE, FactError(f"is not {encoding} ({reason}); give its --encoding")
                 return
             if not line:
                 return

@@ -128,6 +128,9 @@ def test_a_collection_knows_where_its_packs_are(kp: Kp, tmp_path: Path) -> None:
     assert as_json(kp("status", "moved", "--json"))["packs"]["packs"] == 2
     (tmp_path / "moved").rename(tmp_path / "again")
     assert as_json(kp("status", "again", "--json"))["packs"]["packs"] == 2, "its own folder moves with it"
+    (tmp_path / "again" / "packs.json").write_text("3")
+    code, _, err = kp("remove", "again", "--unused")
+    assert (code, "packs.json is damaged; remove it" in " ".join(err.split())) == (1, True)
 
 
 def test_a_build_says_how_to_ask_with_its_packs(kp: Kp) -> None:

@@ -93,7 +93,7 @@ BAD = {
     "h2.csv": ("billing,8,800\nsales,3,75\n", "line 1: got the columns ['billing', '8', '800']; expected one called"),
     "i.csv": ('text\n"a" b\n', "line 2: is not CSV"),
     "j.csv": (b"text\na\n\xff\n", "line 3: is not UTF-8"),
-    "k.txt": (b"a\n\n\xe9\n", "line 3: is not UTF-8"),
+    "k.txt": (b"a\n\n\xe9\n", "line 3: is not UTF-8 (at character 1); give its --encoding"),
     "l.doc": ("", "got a file of type '.doc'; expected one of .jsonl, .csv, .txt, .md, .docx, .pptx, .xlsx, .pdf,"),
     "l.docx": ("", "line 1: is not .docx, or damaged"),
     "m.pdf": ("", "page 1: is not PDF, or damaged"),
