@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import typer
 
 from kp_cli import waiting
 from kp_cli.options import (
+    PLACES,
     JsonFlag,
     ModelOptions,
     Namespace,
@@ -39,9 +41,10 @@ from kp_core.banks import Added, ChromaFactStore, Fact, FactStore
 from kp_core.banks.compiling import Unit, compile_cost, find_compiled, provenance_of
 from kp_core.banks.delivery import KV, Delivery
 from kp_core.bundled import converted_folders
-from kp_core.errors import FactError, PackError
+from kp_core.errors import FactError, ModelError, PackError
 from kp_core.packs.codec import Compression
 from kp_core.packs.pack import PackKey
+from kp_core.packs.view import Packs
 from kp_core.plan.engine import Compiles
 from kp_core.progress import bar_of
 from kp_methods import edit as editing
@@ -112,6 +115,7 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
     with options.open(place, new=not replace, wait=wait) as collection:
         if replace and fact_id:
             collection.get(fact_id, namespace=new_facts[0].namespace)  # An unknown id is an error.
+        used = _used(collection, place, options) if replace else {}
         read: dict[tuple[str, str], set[str]] = {}
         added = _ingest(collection, _noted(facts, paths, read) if is_ours else facts, paths, overwrite=replace)
         outdated = _outdated(collection, read)
@@ -121,9 +125,10 @@ def build(  # noqa: C901, PLR0913 - one parameter per option or group of options
             "facts": len(collection),
             "outdated": outdated,
         }
-        folder = options.noted_folder(place, collection) if compiled else options.folder(place, collection)
+        server = session.compiler.base_url if session is not None and session.compiler and kv == "stored" else ""
+        folder = options.noted_folder(place, collection, server) if compiled else options.folder(place, collection)
         if replace:
-            _collect(collection, options.folders(place, collection))
+            _collect(collection, place, options, used=used)
         if not as_json:
             console().print(_summary(added, len(skipped), len(collection), is_empty=is_empty))
             for source, ids in outdated.items():
@@ -192,7 +197,12 @@ def remove(  # noqa: C901, PLR0913 - one parameter per option, and their checks
         str | None, typer.Option(metavar="FILE", help="Only facts of this source, written as `kp search` shows it.")
     ] = None,
     namespace: Namespace = None,
-    unused: Annotated[bool, typer.Option("--unused", help="Remove no facts, only packs that no fact uses.")] = False,
+    unused: Annotated[
+        bool,
+        typer.Option(
+            "--unused", help="Remove no facts, only packs that none uses: also those of others in its places."
+        ),
+    ] = False,
     models: Annotated[
         bool, typer.Option("--models", help="Remove only models that were unpacked on this machine.")
     ] = False,
@@ -214,7 +224,7 @@ def remove(  # noqa: C901, PLR0913 - one parameter per option, and their checks
     if unused == bool(ids or tests):
         raise typer.BadParameter("Got neither ids nor --where nor --source nor --unused; give one (--unused alone).")
     with options.open(place, wait=wait) as collection:
-        matching, folders = list[Fact](), options.folders(place, collection)
+        matching = list[Fact]()
         if not unused:
             full_ids = [_full_id(prefix, collection) for prefix in ids] if ids else None
             where_all = {"$and": tests} if tests else None
@@ -222,13 +232,15 @@ def remove(  # noqa: C901, PLR0913 - one parameter per option, and their checks
         report: dict[str, Any] = {"removed": [fact.id for fact in matching], "dry_run": dry_run}
         message = f"Facts that would be removed: {len(matching)}."
         if not dry_run:
+            used = {} if unused else _used(collection, place, options)
             for space in {fact.namespace for fact in matching}:
                 collection.delete([fact.id for fact in matching if fact.namespace == space], namespace=space)
-            packs = report["packs"] = _collect(collection, folders, namespace if unused else None)
+            where_from = {"namespace": namespace} if unused else {"used": used}
+            packs = report["packs"] = _collect(collection, place, options, **where_from)
             message = f"Facts removed: {len(matching)}; packs: {packs}; facts left: {len(collection)}."
         elif unused:
-            found = (Delivery(collection, None, each, namespace=namespace) for each in folders if is_store(each))
-            packs = report["packs"] = sum(len(delivery.orphans()) for delivery in found)
+            found = _deliveries(collection, place, options, namespace)
+            packs = report["packs"] = sum(len(delivery.orphans()) for _, delivery in found)
             message = f"Packs that would be removed: {packs}."
         if matching and not dry_run:
             where = "FOLDER` on its server" if collection.path is None else f"{shlex.quote(str(collection.path))}`"
@@ -341,10 +353,63 @@ def _compile_there(server: Compiles, units: Sequence[Fact], unit: Unit) -> None:
             pass  # An error in a thread is raised here, and cancels the rest.
 
 
-def _collect(facts: ChromaFactStore, folders: Iterable[str], namespace: str | None = None) -> int:
-    """Remove the packs in `folders`, of `namespace` if given, that no fact uses any more. Returns how many."""
-    deliveries = (Delivery(facts, None, folder, namespace=namespace) for folder in folders if is_store(folder))
-    return sum(len(delivery.gc()) for delivery in deliveries)
+def _used(facts: ChromaFactStore, place: str, options: PlaceOptions) -> dict[str, set[Handle]]:
+    """The packs of a collection, by place."""
+    return {folder: delivery.used_and_not()[0] for folder, delivery in _deliveries(facts, place, options)}
+
+
+def _collect(
+    facts: ChromaFactStore,
+    place: str,
+    options: PlaceOptions,
+    *,
+    used: Mapping[str, set[Handle]] | None = None,
+    namespace: str | None = None,
+) -> int:
+    """Remove the packs, of `namespace` if given, that no fact uses any more, also on servers. Returns how many.
+
+    `used` are those that facts used earlier: outside of the collection's folder, where packs of others may be, only
+    these are removed, and what they were before edits. Raises `ModelError` if a server does not answer; what it has is
+    then left here, too, so that `--unused` finds it.
+    """
+    count, servers = 0, list[Any]()
+    if addresses := options.servers(facts):
+        from kp_serve.engine import VLLMEngine
+
+        servers = [VLLMEngine(address, api_key=os.environ.get("KP_API_KEY")) for address in addresses]
+    for folder, delivery in _deliveries(facts, place, options, namespace):
+        unused = delivery.orphans()
+        if used is not None and folder != options.own(place, facts):
+            unused = [handle for handle in unused if _latest(handle, delivery.store) in used.get(folder, ())]
+        packs = [(handle, pack) for handle in unused if (pack := delivery.store.peek(handle)) is not None]
+        for server, (handle, pack) in itertools.product(servers, packs):
+            try:
+                server.forget(pack.text, handle.namespace)
+            except ModelError as error:
+                raise ModelError(
+                    f"{error} It may have packs that no fact uses any more: `kp remove {shlex.quote(place)} --unused` "
+                    f"tries again. A server that is gone stands in {PLACES} of the collection; take it out there."
+                ) from error
+        delivery.forget(*unused)
+        count += len(unused)
+    return count
+
+
+def _latest(handle: Handle, store: Packs) -> Handle:
+    """The pack that stands in the place of an edited one; `handle` itself if it was not edited."""
+    seen = {handle}
+    while isinstance(successor := store.buried(handle), Handle) and successor not in seen:
+        seen.add(handle := successor)
+    return handle
+
+
+def _deliveries(
+    facts: ChromaFactStore, place: str, options: PlaceOptions, namespace: str | None = None
+) -> Iterator[tuple[str, Delivery]]:
+    """Each place that has packs of a collection, with a delivery from there."""
+    for folder in options.folders(place, facts):
+        if is_store(folder):
+            yield folder, Delivery(facts, None, folder, namespace=namespace)
 
 
 def _full_id(prefix: str, facts: FactStore) -> str:

@@ -50,7 +50,9 @@ Namespace = Annotated[
 MOST_FACTS = 10**6
 """The most that a search can be asked for."""
 _LOOKED_AT = 1000
-_PLACES, _DEFAULT = "packs.json", "packs"  # Where packs of a collection were stored, the last first; in its folder.
+PLACES = "packs.json"
+"""In the folder of a collection: where its packs were stored, the last first, and servers that have some, too."""
+_DEFAULT = "packs"
 
 
 @dataclass(frozen=True)
@@ -144,22 +146,32 @@ class PlaceOptions:
         """The place of the packs of `facts`, opened from `place`: `--packs`, else the last one, else the default."""
         return self.packs or self.folders(place, facts)[0]
 
-    def noted_folder(self, place: str, facts: ChromaFactStore) -> str:
-        """As `folder`, for a command that stores packs: later ones find these without `--packs`."""
-        if self.packs and facts.path is not None:
+    def noted_folder(self, place: str, facts: ChromaFactStore, server: str = "") -> str:
+        """As `folder`, for a command that stores packs, also on a server: later ones find these without `--packs`."""
+        if (self.packs or server) and facts.path is not None:
+            names = [*dict.fromkeys([*self._names(facts.path), *filter(None, [server])])]
             with suppress(OSError):  # A collection that can only be read.
-                replace_file(facts.path / _PLACES, [json.dumps(self._names(facts.path)).encode()])
+                replace_file(facts.path / PLACES, [json.dumps(names).encode()])
         return self.folder(place, facts)
+
+    def own(self, place: str, facts: ChromaFactStore) -> str:
+        """The place of packs that is of `facts` alone: the default."""
+        return self._cache(place) if facts.path is None else str(facts.path / _DEFAULT)
+
+    def servers(self, facts: ChromaFactStore) -> list[str]:
+        """The addresses of servers of `kp serve` that have compiled packs of `facts` in stores of their own."""
+        return [] if facts.path is None else [name for name in self._names(facts.path) if name.startswith("http")]
 
     def folders(self, place: str, facts: ChromaFactStore) -> list[str]:
         """All places where packs of `facts` are or were, first the one to use. The default is in no foreign folder."""
         if facts.path is None:
-            return [self.packs or self._cache(place)]
-        return [name if is_url(name) else str(facts.path / name) for name in self._names(facts.path)]
+            return [self.packs or self.own(place, facts)]
+        names = [name for name in self._names(facts.path) if not name.startswith("http")]
+        return [name if is_url(name) else str(facts.path / name) for name in names]
 
     def _names(self, path: Path) -> list[str]:
         """The places of a collection at `path`, as they are noted there: the default by its name, as folders move."""
-        noted, given = path / _PLACES, list[str]()
+        noted, given = path / PLACES, list[str]()
         if self.packs and is_url(self.packs):
             given = [self.packs]
         elif self.packs:

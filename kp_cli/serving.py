@@ -22,6 +22,8 @@ from kp_core.packs.codec import Compression
 from kp_serve.wire import KEYS_VARIABLE, Access, read_keys
 
 _Namespaces = Annotated[list[str], typer.Option("--namespace", metavar="NAME", help="May be given several times.")]
+_CPU_CACHE = str(4 * 2**30)
+"""Bytes of vLLM's cache on CPUs, where it would take most of the machine's memory, or not start."""
 _OURS = ("--host", "--port", "--dtype", "--model", "--kv-cache-dtype", "--kv-transfer-config", "--uds")
 
 
@@ -109,7 +111,8 @@ def serve(  # noqa: PLR0913 - one parameter per option, and their checks
     }
     os.environ[VARIABLE] = json.dumps(settings)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_options(model, host, port, connector)]
+    options = _options(model, host, port, connector, more or ())
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options]
     # Embeddings beside tokens; the middleware takes none from clients.
     server += ["--enable-prompt-embeds"] if packets else []
     sys.stdout.flush()
@@ -128,8 +131,8 @@ def _served_identity(model: str, dtype: str) -> ModelFingerprint:
     return replace(identity, dtype=dtype, engine="vllm", passes="any")
 
 
-def _options(model: str, host: str, port: int, connector: dict[str, Any]) -> list[str]:
-    """The options of vLLM's server; `connector` configures `kp_serve.connector`."""
+def _options(model: str, host: str, port: int, connector: dict[str, Any], given: Sequence[str]) -> list[str]:
+    """The options of vLLM's server, before those that are `given`; `connector` configures `kp_serve.connector`."""
     import torch
 
     transfer = {
@@ -150,17 +153,26 @@ def _options(model: str, host: str, port: int, connector: dict[str, Any]) -> lis
         # This backend reads the grammars that our clients send.
         "--structured-outputs-config": json.dumps({"backend": "guidance"}),
     }
-    flags = ["--enable-prompt-tokens-details", *([] if torch.cuda.is_available() else ["--enforce-eager"])]
+    flags = ["--enable-prompt-tokens-details"]
+    if not torch.cuda.is_available():
+        flags.append("--enforce-eager")
+        if not any(_name(option).startswith("--gpu-mem") for option in given):
+            options["--kv-cache-memory-bytes"] = _CPU_CACHE
     return [*(part for pair in options.items() for part in pair), *flags]
 
 
 def _check_options(given: Sequence[str]) -> None:
     """Raise `ModelError` for options of vLLM that `kp serve` sets; its cache has the dtype of packs."""
     for option in given:
-        name = option.replace("_", "-").partition("=")[0].partition(".")[0]  # `--kv-transfer-config.kv-connector`
+        name = _name(option)
         # vLLM accepts abbreviated names of options.
         if name.startswith("--") and len(name) > 2 and any(flag.startswith(name) for flag in _OURS):
             raise ModelError(f"Got {name} among the options of vLLM; `kp serve` sets it (`kp serve --help`).")
+
+
+def _name(option: str) -> str:
+    """The name of an option as vLLM spells it, also of `--kv-transfer-config.kv-connector` or `--max_model_len=9`."""
+    return option.replace("_", "-").partition("=")[0].partition(".")[0]
 
 
 def _is_new(place: str) -> bool:

@@ -112,6 +112,9 @@ class WrappedRetriever(PackRetriever):
 
         For the documents that the vector store has by now. Those that come later are compiled when they are found.
         """
+        documents = list(documents)
+        if other := next((each for each in documents if not isinstance(each, Document)), None):
+            raise FactError(f"Got {other!r} to compile; expected a LangChain `Document`.")
         facts = (_to_fact(document, self.namespace) for document in documents if self._has_text(document))
         return [str(handle) for handle in self._delivery().compile(facts, progress=progress) if handle is not None]
 
@@ -119,10 +122,10 @@ class WrappedRetriever(PackRetriever):
         """Delete the packs of documents that were changed or deleted in the vector store; returns their handles.
 
         A pack is kept if the document that it was compiled from still has its text, or the retriever finds another that
-        has. `documents` are all that there are now, for vector stores that cannot look up ids. Packs of this namespace
-        that were made of facts or documents and cannot be traced go too, so keep one namespace for one collection.
-        Packs that were put by hand stay. Raises `FactError` if documents cannot be looked up. Nothing is deleted if the
-        vector store fails.
+        has. `documents` are all that there are now, for vector stores that cannot look up ids, and for a retriever with
+        a filter: what only the filter no longer finds stays otherwise. Packs of this namespace that were made of facts
+        or documents and cannot be traced go too, so keep one namespace for one collection. Packs that were put by hand
+        stay. Raises `FactError` if documents cannot be looked up. Nothing is deleted if the vector store fails.
         """
         source = self.retriever.vectorstore if isinstance(self.retriever, VectorStoreRetriever) else self.retriever
 

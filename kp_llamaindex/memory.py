@@ -24,6 +24,7 @@ from kp_llamaindex.messages import MEMORY, to_messages
 from kp_methods.recall import recalled, remember
 
 _LEFT = "(Earlier parts of this conversation have left it. What was found earlier can be searched again.)"
+_AGAIN = "(As found above.)\n"
 _WRITING = threading.Lock()  # Of all blocks: event loops do not share asyncio's, and no copy of a block holds one.
 _MOST_TOKENS = 512  # Of an answer without `max_tokens`, as in a request.
 
@@ -42,8 +43,8 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     `KnowledgePackMemoryBlock(**data, engine=engine, facts=facts)`.
 
     Each flushed message is a line `role: text`. A handle in a message of `trusted_roles`, such as a search result,
-    stays the handle of its pack: nothing is copied, and what is deleted is not remembered. Elsewhere it is plain text.
-    Trust no roles here that the LLM does not trust.
+    stays the handle of its pack, once: nothing is copied, and what is deleted is not remembered. Elsewhere it is plain
+    text. Trust no roles here that the LLM does not trust.
 
     Engine or model are given as to `KnowledgePackLLM`. With `lazy`, KV is computed when a pack is first read.
     """
@@ -116,11 +117,11 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     def _added(self, messages: list[ChatMessage]) -> None:
         handles, text = list[str](), ""
         for part in (part for message in messages for part in self._parts(message)):
-            if isinstance(part, Handle):
+            if isinstance(part, Handle) and str(part) not in (*self.handles, *handles):
                 handles += [*self._packed(text), str(part)]
                 text = ""
             else:
-                text += part
+                text += _AGAIN if isinstance(part, Handle) else part
         handles += self._packed(text)
         if not handles:
             return

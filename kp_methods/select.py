@@ -163,6 +163,16 @@ class Selector:
         choice += ("all are sent" if fits else "the first ones that fit are sent") if why else ""
         return Arrangement(chosen, composer, unread, choice)
 
+    def attention(self, packs: Sequence[PackRef], query: str, view: PackView | None) -> list[float]:
+        """How much `query` attends to each pack, 0 to 1; empty where they cannot be compared.
+
+        It is the largest weight of each retrieval head, averaged over heads.
+        """
+        try:
+            return [_most(weights) for weights in self._weights(packs, query[-_QUERY_CHARACTERS:], view)]
+        except _CannotChooseError:
+            return []
+
     def _prepare(self) -> None:
         """Find the heads while no request is answered, so that the first choice need not wait for them."""
         if self._found is None and not self._is_queued and {"attention", "kv"} <= self._host.engine.supports:

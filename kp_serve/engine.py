@@ -215,6 +215,12 @@ class VLLMEngine:
             report: dict[str, Any] = response.json()
             return report
 
+    def forget(self, text: str, namespace: str) -> None:
+        """Have the server delete its pack of a text, if it has one. Raises `ModelError` for any failure."""
+        with self._errors():
+            body = {"text": text, "namespace": namespace}
+            self._check(self._client.request("DELETE", f"{self.base_url}/v1/packs", json=body))
+
     def close(self) -> None:
         """Close the connections."""
         self._client.close()

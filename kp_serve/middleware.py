@@ -102,9 +102,8 @@ class PackMiddleware:
         if method != "POST" or path not in _FIELDS:
             endpoints = ", ".join(sorted(_FIELDS))
             raise HTTPError(404, f"This server has no {method} {path}; it has {endpoints}, /v1/packs, /v1/facts.")
-        body, delivered, computed = _checked(await visit.read(), path), None, None
-        if path == "/v1/chat/completions":
-            delivered = await self._delivered(body, access)
+        body, computed = _checked(await visit.read(), path), None
+        delivered = await self._delivered(body, path, access)
         self.state.note_used(_header(scope, FIRST_PACK), access.namespaces)
         rights = self._rights(body, access)
         if "kp" in body:
@@ -115,11 +114,16 @@ class PackMiddleware:
         inner = {**scope, "headers": [*kept_headers, *headers], "query_string": b""}
         return await self.app(inner, replayed, Answer(send, delivered, computed))
 
-    async def _delivered(self, body: dict[str, Any], access: Access) -> dict[str, int]:
+    async def _delivered(self, body: dict[str, Any], path: str, access: Access) -> dict[str, int] | None:
         """Put texts in place of the handles in a chat's messages. Returns the tokens of these, and the handles left.
 
-        Logs handles that bring no pack. Unless they may be text, raises `HTTPError` for one of a trusted role.
+        Logs handles that bring no pack. Unless they may be text, raises `HTTPError` for one of a trusted role, and for
+        one in the text of a completion, which no chat template would set apart.
         """
+        if path != "/v1/chat/completions":
+            if self.state.unresolved == "error":
+                _refuse_handles(body.get("prompt"))
+            return None
         view = PackView(self.state.store, access.namespaces, access.trusted_roles)
         # In another thread: the store may be remote, and all requests share the event loop.
         body["messages"], refs, left = await asyncio.to_thread(_resolved, body.get("messages"), view)
@@ -166,6 +170,13 @@ def _resolved(messages: object, view: PackView) -> tuple[list[Any], list[PackRef
             message = {**message, "content": text}  # noqa: PLW2901
         resolved.append(message)
     return resolved, delivered, left
+
+
+def _refuse_handles(prompt: object) -> None:
+    """Raise `HTTPError` for a handle in the text of a completion, which no chat template would set apart."""
+    texts = (text for text in (prompt if isinstance(prompt, list) else [prompt]) if isinstance(text, str))
+    if name := next((name for text in texts for name in handles_like(text)), ""):
+        raise HTTPError(400, f"Got {name} in a prompt; handles are read in messages. Ask /v1/chat/completions.")
 
 
 async def until_end(scope: Scope, answer: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - what it returns

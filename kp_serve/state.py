@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kp_core import ChatTemplate, Fact, FactStore, Handle, Hit, ModelFingerprint, PackStore, find_handles
+from kp_core.banks.base import Added
 from kp_core.banks.compiling import provenance_of
 from kp_core.banks.delivery import Delivery
 from kp_core.errors import FactError, PackNotFoundError, PromptError
@@ -145,6 +146,8 @@ class ServerState:
             return await visit.answer({"object": "list", "data": await asyncio.to_thread(self._listed, visit)})
         if method not in ("GET", "DELETE"):
             raise HTTPError(405, f"/v1/packs has no {method}; it has GET, POST and DELETE.")
+        if name == "":
+            return await visit.answer(await asyncio.to_thread(self._deleted, visit, await visit.read()))
         handle = self.handle("kp:" + name.removeprefix("kp:"), visit.access)
         if method == "GET":
             return await visit.answer(await asyncio.to_thread(self._described, handle))
@@ -231,6 +234,19 @@ class ServerState:
             raise HTTPError(response.status_code, f"{failed}: {response.text[:500]}")
         usage = response.json()["usage"]
         return int(usage["prompt_tokens"] - ((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0))
+
+    def _deleted(self, visit: Visit, body: dict[str, Any]) -> dict[str, Any]:
+        """Delete the pack of a text, if there is one, for clients whose stores have other handles."""
+        refuse_unknown(body, {"text", "namespace"})
+        namespace, text = visit.writable(body.get("namespace")), body.get("text")
+        if not isinstance(text, str):
+            raise HTTPError(400, "Expected a handle in the path, or 'text' and 'namespace' of a pack.")
+        handle, is_there = self.store.handle(text, namespace), True
+        try:
+            self.store.remove(handle)
+        except PackNotFoundError:
+            is_there = False
+        return {"handle": str(handle), "deleted": is_there}
 
     def handle(self, name: str, access: Access) -> Handle:
         """Parse a handle that exists and that the key may read. All other names raise the same `HTTPError` 404."""
@@ -320,11 +336,22 @@ async def _add(state: ServerState, store: FactStore, visit: Visit, body: dict[st
 
     # Compile first: a fact that cannot be compiled must not be stored, as searches would find it.
     units = {fact.text: fact for fact in facts}
-    results = await asyncio.gather(*map(compiled, units.values()), return_exceptions=True)
-    for error in results:
-        if error is not None:
-            raise error
-    report = await asyncio.to_thread(store.add, facts)
+    new = [handle for text in units if (handle := state.store.handle(text, namespace)) not in state.store]
+
+    async def added() -> Added:
+        results = await asyncio.gather(*map(compiled, units.values()), return_exceptions=True)
+        for error in results:
+            if error is not None:
+                raise error
+        return await asyncio.to_thread(store.add, facts)
+
+    try:
+        report = await added()
+    except Exception:  # All or none.
+        for handle in new:
+            with suppress(PackNotFoundError):
+                await asyncio.to_thread(state.store.remove, handle)
+        raise
     state.counts.update(facts_added=report.added)
 
     def stored() -> list[dict[str, Any]]:

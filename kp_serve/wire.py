@@ -100,7 +100,7 @@ class Visit:
     def need_write(self) -> None:
         """Raise `HTTPError` 403 for a key that may only read."""
         if not self.access.write:
-            raise HTTPError(403, "This key reads packs and may not change them. Ask for a key made with --write.")
+            raise HTTPError(403, "This key reads packs and may not change them. Ask for one with 'write': true.")
 
     def writable(self, namespace: object) -> str:
         """`namespace`, if the key may write there. Raises `HTTPError` 403 for a key that may only read, else 404."""

@@ -394,7 +394,7 @@ class FactStore(Shared, ABC):
                 if fact.id in new or same.version == 1:
                     raise FactError(
                         f"Got the id {fact.id!r} for {fact.text!r}; {space!r} holds it for {same.text!r}. "
-                        "Use `update` (`kp build --replace`), or give another id."
+                        "Use `update` (`kp build --replace`; at a server, delete it first), or give another id."
                     )
                 superseded[fact.id] = None
                 logger.warning("Version %d of fact %r stays; not added: %r.", same.version, fact.id, fact.text)

@@ -199,3 +199,6 @@ class Compiles(Protocol):
         self, text: str, namespace: str, compiled_for: str = "user", provenance: Mapping[str, str] | None = None
     ) -> Mapping[str, Any]:
         """Have the server compile a text and store its pack; returns what the server says of it."""
+
+    def forget(self, text: str, namespace: str) -> None:
+        """Have the server delete its pack of a text, if it has one."""

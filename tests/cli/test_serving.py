@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kp_core import PackStore
 from kp_core.engines.hf.loading import bundled_model
 from tests.cli.conftest import Kp, as_json
 from tests.serve.gate import Served, address, server
@@ -52,6 +54,29 @@ def test_the_bundled_model_has_a_name(kp: Kp, monkeypatch: pytest.MonkeyPatch) -
     [arguments] = started
     assert arguments[arguments.index("--model") + 1] == str(bundled_model())
     assert json.loads(os.environ["KP_SERVE"])["unresolved"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((), "4294967296"),
+        (("--kv-cache-memory-bytes", "9"), "9"),
+        (("--gpu_memory_utilization=0.5",), None),
+    ],
+)
+def test_on_cpus_the_cache_takes_what_a_shared_machine_has(
+    kp: Kp, monkeypatch: pytest.MonkeyPatch, given: Sequence[str], expected: str | None
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("kp_cli.serving.find_spec", lambda _: object())
+    monkeypatch.setattr("kp_cli.serving.os.execv", lambda _, arguments: started.append(arguments))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("os.environ", os.environ.copy())
+    assert kp("serve", "bundled", "--store", "packs", "--", *given)[0] == 0
+    [arguments] = started
+    parser = argparse.ArgumentParser()  # vLLM reads its options with one.
+    parser.add_argument("--kv-cache-memory-bytes")
+    assert parser.parse_known_args(arguments)[0].kv_cache_memory_bytes == expected
 
 
 @pytest.mark.parametrize(
@@ -112,5 +137,15 @@ def test_a_store_of_its_own_and_a_text_that_is_too_long_stop_nothing(
         code, _, err = kp("build", str(bank), "--compile", "--engine", address, "--compress", compress)
         assert code == 2
         assert "`kp serve --compress` decides for a server" in " ".join(err.replace("│", " ").split())
+    # What is removed from the collection goes from the server, whose handles are others.
+    removed = next(handle for handle in server.store if "heron" in server.store.get(handle).text)
+    assert removed not in PackStore(bank / "packs")
+    monkeypatch.setenv("KP_API_KEY", "kp-wrong")
+    code, _, err = kp("remove", str(bank), "bird")
+    assert (code, "--unused` tries again" in " ".join(err.split())) == (1, True), err
+    assert removed in server.store
+    monkeypatch.setenv("KP_API_KEY", server.keys["default"])
+    assert as_json(kp("remove", str(bank), "--unused", "--json"))["packs"] == 1
+    assert removed not in server.store
     monkeypatch.setenv("KP_API_KEY", "kp-wrong")
     assert kp("build", str(bank), "--compile", "--engine", address)[0] == 1

@@ -302,6 +302,16 @@ def test_handles_inside_packs_are_not_followed(gate):
     assert body["messages"][0]["content"] == f"See {own} for more about it."
 
 
+def test_a_handle_in_the_prompt_of_a_completion_is_refused(gate):
+    handle = put(gate)
+    for prompt in (f"{handle} What is it?", ["What?", handle]):
+        done = gate.ask("POST", "/v1/completions", {"prompt": prompt})
+        assert (done.status_code, handle in done.json()["error"]["message"]) == (400, True)
+        assert "Ask /v1/chat/completions" in done.json()["error"]["message"]
+    gate.gate.state.__dict__["unresolved"] = "text"
+    assert gate.ask("POST", "/v1/completions", {"prompt": handle}).status_code == 200
+
+
 def test_what_clients_say_of_salts_and_rights_counts_nothing(gate):
     forged = Rights(("b",), "mine", save=True).sign(b"x" * 32)
     _, body = gate.chat(messages=[], cache_salt="mine", kv_transfer_params=forged)

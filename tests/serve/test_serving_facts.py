@@ -111,6 +111,22 @@ def test_facts_of_others_look_like_none_at_all(server):
     assert server.ask("GET", f"/v1/facts/{other['id']}", key="b").json() == other
 
 
+def test_facts_that_are_refused_leave_no_packs(server):
+    server.add("The ferry leaves at six.")
+    before = [*server.store]
+    known = {"text": "The mill has four sails.", "id": "mill"}
+    body = {"facts": [known, {"text": "The mill has five sails.", "id": "mill"}], "namespace": "a"}
+    assert server.ask("POST", "/v1/facts", body).status_code == 400
+    assert [*server.store] == before
+    asked = {"text": "The ferry leaves at six.", "namespace": "a"}
+    assert server.ask("DELETE", "/v1/packs", asked, "reader").status_code == 403
+    assert server.ask("DELETE", "/v1/packs", {**asked, "namespace": "b"}).status_code == 404
+    assert server.ask("DELETE", "/v1/packs", {"namespace": "a"}).status_code == 400
+    for is_there in (True, False):
+        assert server.ask("DELETE", "/v1/packs", asked).json()["deleted"] is is_there
+    assert [*server.store] == []
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "said"),
     [
