@@ -304,7 +304,7 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
 
     def compile(self, nodes: Iterable[BaseNode], *, progress: bool = True) -> list[str]:
         """Compile the packs of `nodes` that have none for this place, before anybody asks; returns all handles."""
-        nodes = list(nodes)
+        nodes = _listed(nodes)
         if not nodes:
             logger.warning("Got no nodes, so no packs were compiled. %s", _NODES_ELSEWHERE)
         facts = (_fact_of(PackNode.from_node(node), self.delivery.namespace) for node in nodes if not _stays(node))
@@ -316,7 +316,7 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
         `nodes` are those of a docstore (`index.docstore.docs.values()`) or of a vector store that lists them
         (`vector_store.get_nodes(None)` of Chroma). Keep one namespace for one index. Raises `FactError` for no nodes.
         """
-        nodes = list(nodes)
+        nodes = _listed(nodes)
         if not nodes:
             raise FactError(f"Got no nodes; nothing was removed. {_NODES_ELSEWHERE}")
         removed = self.delivery.sync(lambda _: (PackNode.from_node(node).llm_text() for node in nodes))
@@ -331,6 +331,14 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
         for (at, node), result in zip(todo.items(), results, strict=True):
             packed[at] = NodeWithScore(node=PackNode.from_node(node, str(result.handle or "")), score=nodes[at].score)
         return _divided(packed, self.delivery) if self.divide else packed
+
+
+def _listed(nodes: Iterable[BaseNode]) -> list[BaseNode]:
+    """All nodes; raises `FactError` for anything else, such as their ids."""
+    nodes = list(nodes)
+    if other := next((each for each in nodes if not isinstance(each, BaseNode)), None):
+        raise FactError(f"Got {str(other)[:60]!r} for a node; expected nodes, e.g. `index.docstore.docs.values()`.")
+    return nodes
 
 
 def _fact_of(node: PackNode, namespace: str | None) -> Fact:

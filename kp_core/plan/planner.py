@@ -251,5 +251,7 @@ def _report(handles: Sequence[tuple[str, str]], view: PackView | None, request: 
         reason = why_unresolved(name, view, role)
         if request.unresolved == "error" and role in trusted:
             raise PackNotFoundError(f'{name} does not resolve: {reason}. `unresolved="warn"` sends it as text.')
-        if request.unresolved != "text":
+        if request.unresolved != "text" and role in trusted:
+            logger.warning("Handle %s stays text: %s.", name, reason)  # Each answer lacks what it stands for.
+        elif request.unresolved != "text":
             warn_once(logger, "Handle %s stays text: %s.", name, reason)
