@@ -14,7 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM
 import kp_core
 from benchmarks import models
 from kp_core.engines.hf.loading import best_dtype
-from kp_core.plan.planner import Planner
 
 __all__ = [
     "INSTRUCTION",
@@ -268,20 +267,7 @@ def perplexity(engine: Any, messages: Any, answer: str, **options: Any) -> float
     tokens = tuple(engine.tokenizer.encode(answer, add_special_tokens=False))
     if not tokens:
         return 1.0
-    plan, *_ = Planner(engine.host).plan(messages, kp_core.Request.of(options), 0)
-    length = len(plan.prompt)
-    # The logits for a token stand behind a prompt that ends before it.
-    plans = [
-        replace(
-            plan,
-            prompt=replace(plan.prompt, token_ids=plan.prompt.token_ids + tokens[:at]),
-            regions=(*plan.regions, kp_core.Region(length, length + at, "computed")) if at else plan.regions,
-        )
-        for at in range(len(tokens))
-    ]
-    logits = engine.engine.branch(plans, kp_core.TokenStream(lambda _: iter(())), [[token] for token in tokens])
-    losses = [-float(row.double().log_softmax(-1)[token]) for row, token in zip(logits, tokens, strict=True)]
-    return math.exp(statistics.fmean(losses))
+    return math.exp(-engine.log_likelihoods([messages], answer, **options)[0] / len(tokens))
 
 
 def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:

@@ -156,7 +156,8 @@ class Branches(Protocol):
     ) -> Generator[Tensor]:
         """The logits behind the prompt of each plan, `(vocabulary,)`, in order. `stream` gets the cost of all.
 
-        An engine may leave out tokens that are not in `tokens` of the plan, and shift the others by a constant.
+        An engine may leave out tokens that are not in `tokens` of the plan, as NaN; then the others are
+        log-probabilities.
 
         Raises `CancelledError` at `stream.limit`.
         """

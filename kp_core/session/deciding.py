@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Literal, TypeAlias
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kp_core.errors import ModelError, OptionError, PromptError, UnsupportedRequestError
+from kp_core.plan.plan import Plan, Region
 from kp_core.prompt.conversation import GAP, Message, texts_of
 from kp_core.session.reading import Usage
 
@@ -136,6 +138,28 @@ def ballots_of(questions: Mapping[Any, Question], rotations: Rotations, tokenize
             choice = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
             text = GAP.join([question.instructions, *listed, f"Answer with {choice}, and nothing else."])
             yield Ballot(key, text, tokens, turn)
+
+
+def continued(plan: Plan, tokens: Sequence[int]) -> list[Plan]:
+    """A plan for each of `tokens`, with the prompt of `plan` and the tokens before it."""
+    length = len(plan.prompt)
+    return [
+        replace(
+            plan,
+            prompt=replace(plan.prompt, token_ids=(*plan.prompt.token_ids, *tokens[:at])),
+            regions=(*plan.regions, Region(length, length + at, "computed")) if at else plan.regions,
+        )
+        for at in range(len(tokens))
+    ]
+
+
+def log_probability(logits: Tensor, token: int) -> float:
+    """Of a token, from logits as `Branches.branch` gives them. Raises `ModelError` if it is no number."""
+    said = logits.double()
+    value = float((said if said.isnan().any() else said.log_softmax(-1))[token])
+    if math.isnan(value):
+        raise ModelError(f"The logits of token {token} are not finite, so they say nothing of its probability.")
+    return value
 
 
 def _tokens(*writings: str, tokenizer: Any) -> frozenset[int]:  # noqa: ANN401

@@ -42,7 +42,15 @@ from kp_core.plan.request import CompiledFor, Request
 from kp_core.progress import bar_of
 from kp_core.prompt.conversation import Message
 from kp_core.prompt.template import ChatTemplate
-from kp_core.session.deciding import Decisions, Question, Rotations, asked_behind, ballots_of
+from kp_core.session.deciding import (
+    Decisions,
+    Question,
+    Rotations,
+    asked_behind,
+    ballots_of,
+    continued,
+    log_probability,
+)
 from kp_core.session.explain import Explanation
 from kp_core.session.idle import IdleQueue, Job
 from kp_core.session.reading import Generation, grammar_of, miss_of, read_answer, usage_of, usage_of_all
@@ -304,6 +312,33 @@ class Session(Shared):
         return Decisions(
             {key: question.decided(shares[key]) for key, question in questions.items()}, usage_of_all(plans, stream)
         )
+
+    def log_likelihoods(
+        self,
+        conversations: Iterable[Sequence[Message] | str],
+        answer: str,
+        **options: Any,  # noqa: ANN401
+    ) -> list[float]:
+        """The log-probability of the text `answer` as the answer to each of `conversations`, in nats, at most 0.
+
+        Conversations and options are as for `generate`; nothing is decoded. By Bayes' rule it says to which of several
+        texts a question belongs, also with models that are too small to be asked.
+
+        Raises as `generate`, and `ModelError` for logits that are no numbers.
+        """
+        if not isinstance(self.engine, Branches):
+            raise self._lacking("likelihoods")
+        request, tokens = Request.of(options), self.tokenizer.encode(answer, add_special_tokens=False)
+        if request.thinking is None and self.template.thinking_switch:
+            request = replace(request, thinking=False)
+        limit, sums = Limit(request.cancel, request.timeout), list[float]()
+        for messages in conversations:
+            plans = continued(self._plan(messages, request, tokens=len(tokens), learn=False), tokens)
+            stream = TokenStream(lambda _: iter(()))
+            stream.limit = limit
+            with self._idle.request(), closing(self.engine.branch(plans, stream, [[each] for each in tokens])) as rows:
+                sums.append(sum(map(log_probability, rows, tokens)) if plans else 0.0)
+        return sums
 
     def explain(self, messages: Sequence[Message] | str, **options: Any) -> Explanation:  # noqa: ANN401
         """What `generate` would do with this request, as a table of regions. A composer that chooses packs does."""

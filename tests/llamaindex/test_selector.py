@@ -1,5 +1,7 @@
 """Routers of LlamaIndex select by probabilities."""
 
+import math
+
 import pytest
 from llama_index.core.query_engine import CustomQueryEngine, RouterQueryEngine
 from llama_index.core.retrievers import BaseRetriever, RouterRetriever
@@ -24,17 +26,15 @@ def choices():
     return [ToolMetadata(about, name) for name, about in ABOUT.items()]
 
 
-def likeliest(llm, query=QUERY):
-    labels = {str(at): f"{name}: {about}" for at, (name, about) in enumerate(ABOUT.items(), 1)}
-    question = Question("Which of these is best to answer the question above?", labels)
-    return llm.engine.decide(query, {0: question}, rotations="all").answers[0]
-
-
-async def test_a_single_selection_is_the_likeliest_choice(llm):
-    selector, expected = KnowledgePackSelector(llm), likeliest(llm)
+async def test_a_single_selection_is_the_choice_that_the_question_follows(llm):
+    selector = KnowledgePackSelector(llm)
+    asked = [f"{name}: {about}\n\nAsk a question about this." for name, about in ABOUT.items()]
+    nats = llm.engine.log_likelihoods(asked, QUERY)
     found = selector.select(choices(), QUERY)
-    assert found.ind == int(expected.label) - 1
-    assert found.reason == f"probability {expected.confidence:.3f}"
+    assert found.ind == nats.index(max(nats))
+    assert found.reason == f"probability {1 / sum(math.exp(each - max(nats)) for each in nats):.3f}"
+    turned = selector.select(choices()[::-1], QUERY)
+    assert (2 - turned.ind, turned.reason) == (found.ind, found.reason)
     assert await selector.aselect(choices(), QUERY) == found
     assert selector.select(["Only this"], QUERY).ind == 0
     with pytest.raises(OptionError):
@@ -58,13 +58,28 @@ async def test_several_selections_are_those_above_the_threshold_or_the_best(llm)
         selector.select([], QUERY)
 
 
-def test_packs_of_the_llm_and_handles_of_the_query_are_read(tmp_path):
+@pytest.mark.slow
+def test_the_bundled_model_routes_to_what_a_question_is_about(smol):
+    selector = KnowledgePackSelector(KnowledgePackLLM(engine=smol))
+    people = "vacation, sick leave, travel, parking, canteen, new colleagues"
+    computers = "computers, VPN, backups, printers, passwords, wifi, tickets"
+    questions = {
+        "How many days of vacation are there?": people,
+        "Who cooks in the canteen?": people,
+        "When are travel receipts handed in?": people,
+        "How often are servers backed up?": computers,
+        "Who keeps the master password?": computers,
+        "What is the colour printer called?": computers,
+    }
+    for both in ([people, computers], [computers, people]):
+        assert [both[selector.select(both, question).ind] for question in questions] == [*questions.values()]
+
+
+def test_packs_of_the_llm_are_read(tmp_path):
     engine, store = tiny_engine(), PackStore(tmp_path)
-    handles = [
-        str(store.put(engine.build_pack(f"Harbour {n} has {n * 7} red boats.", namespace="isles"))) for n in (1, 2)
-    ]
-    llm = KnowledgePackLLM(engine=engine, store=store, namespaces=["isles"], packs=[handles[0]])
-    found = KnowledgePackSelector(llm).select(choices(), f"{handles[1]}\n{QUERY}")
+    handle = str(store.put(engine.build_pack("The harbour has seven red boats.", namespace="isles")))
+    llm = KnowledgePackLLM(engine=engine, store=store, namespaces=["isles"], packs=[handle])
+    found = KnowledgePackSelector(llm).select(choices(), QUERY)
     assert [0, 1, 2].count(found.ind) == 1
     plain = KnowledgePackSelector(KnowledgePackLLM(engine=engine)).select(choices(), QUERY)
     assert found.reason != plain.reason
@@ -87,7 +102,7 @@ class Finds(BaseRetriever):
 
 
 async def test_the_routers_of_llama_index_ask_it(llm):
-    best = [*ABOUT][int(likeliest(llm).label) - 1]
+    best = [*ABOUT][KnowledgePackSelector(llm).select(choices(), QUERY).ind]
     tools = [QueryEngineTool(Says(what=metadata.name), metadata) for metadata in choices()]
     router = RouterQueryEngine(KnowledgePackSelector(llm), tools, llm=llm)
     assert str(router.query(QUERY)) == str(await router.aquery(QUERY)) == best
