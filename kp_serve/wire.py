@@ -56,7 +56,7 @@ def read_keys() -> dict[str, Access]:
         keys = {str(key): Access(**fields) for key, fields in fields_of.items()}
     except (ModelError, ValueError, TypeError, AttributeError) as error:
         raise ModelError(
-            f"{KEYS_VARIABLE} holds no keys ({str(error).replace('Access.__init__() got', 'got')}). Expected JSON, such as "
+            f"{KEYS_VARIABLE} holds no keys ({error}). Expected JSON, such as "
             '{"KEY": {"namespaces": ["NAME"], "write": true}}.'
         ) from error
     if any(len(key) < _MIN_CHARS for key in keys):
