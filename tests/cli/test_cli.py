@@ -133,6 +133,18 @@ def test_a_collection_knows_where_its_packs_are(kp: Kp, tmp_path: Path) -> None:
     assert (code, "packs.json is damaged; remove it" in " ".join(err.split())) == (1, True)
 
 
+def test_collections_that_share_a_place_remove_their_own_packs(kp: Kp) -> None:
+    tiny = ("--packs", "shared", "--compile", "--engine", "tests.cli.engines:tiny")
+    kp("build", "one", "--fact", "Apple trees grow in the gardens of Arl, and are old.", "--id", "apple", *tiny)
+    kp("build", "two", "--fact", "Bees live in the gardens of Borl, and make honey.", "--id", "bees", *tiny)
+    assert as_json(kp("remove", "two", "bees", "--json"))["packs"] == 1
+    assert as_json(kp("status", "shared", "--json"))["packs"] == 1
+    edit = ("edit", "one", "apple", "--old", "Apple", "--new", "Pear", "--how", "rebuild", *tiny[3:])
+    kp(*edit)
+    assert as_json(kp("remove", "one", "apple", "--json"))["packs"] == 2, "with what it was before the edit"
+    assert as_json(kp("status", "shared", "--json"))["packs"] == 0
+
+
 def test_a_build_says_how_to_ask_with_its_packs(kp: Kp) -> None:
     _, out, _ = kp("build", "new", "--fact", "The ferry leaves at six.", "--packs", "elsewhere")
     assert '`kp ask new "QUESTION" --packs elsewhere` answers from it.' in out

@@ -18,6 +18,7 @@ from kp_langchain import ChatKnowledgePacks
 from kp_langchain import middleware as middleware_file
 from kp_langchain.messages import as_sent, to_messages
 from kp_langchain.middleware import KnowledgePackMiddleware, RepeatedCallMiddleware
+from kp_methods import recall
 from tests.conftest import roomy_engine
 from tests.kits.stores import HashEmbedder
 
@@ -303,7 +304,8 @@ def test_what_stands_before_an_earlier_question_is_not_found_again(model, handle
     assert not {handle for *_, handle in find_handles(first)} & {handle for *_, handle in find_handles(again)}
 
 
-def test_the_heads_of_the_model_choose_among_the_nearest(model, handles, facts, packs, caplog):
+def test_the_heads_of_the_model_choose_among_the_nearest(model, handles, facts, packs, caplog, monkeypatch):
+    monkeypatch.setattr(recall, "_ABOUT", 0)  # This model attends to nothing.
     Delivery(facts, ENGINE, packs, namespace="book").compile(facts.facts())
     with caplog.at_level("INFO"):
         found = found_in(sent(searching(facts), model, reading(handles, "page 3"), packs=handles))

@@ -15,6 +15,7 @@ from kp_core.banks.delivery import Delivery
 from kp_core.errors import OptionError, PackNotFoundError, PromptError
 from kp_llamaindex import KnowledgePackLLM, KnowledgePackMemoryBlock, to_messages
 from kp_llamaindex.memory import _LEFT
+from kp_methods import recall
 from tests.conftest import tiny_engine
 from tests.llamaindex.conftest import LetterEmbedder
 
@@ -70,7 +71,8 @@ async def test_a_turn_longer_than_the_window_is_kept_and_leaves(block, store):
     assert "boats boats" in store.get(block.left[-1]).text
 
 
-async def test_what_left_is_found_again(store):
+async def test_what_left_is_found_again(store, monkeypatch):
+    monkeypatch.setattr(recall, "_ABOUT", 0)  # This model attends to nothing.
     facts = MemoryFactStore(LetterEmbedder())
     block = KnowledgePackMemoryBlock(engine=ENGINE, store=store, memory="search", facts=facts, memory_tokens=200)
     for number in range(12):
@@ -89,7 +91,8 @@ async def test_what_left_is_found_again(store):
     assert "\n".join(block.handles) == (await block.aget(asked)).partition("\n")[2]
 
 
-async def test_a_large_pack_that_left_is_found_where_there_is_room(store):
+async def test_a_large_pack_that_left_is_found_where_there_is_room(store, monkeypatch):
+    monkeypatch.setattr(recall, "_ABOUT", 0)
     facts = MemoryFactStore(LetterEmbedder())
     block = KnowledgePackMemoryBlock(engine=ENGINE, store=store, memory="search", facts=facts)
     for number, letter in enumerate("abc"):

@@ -1,6 +1,8 @@
 """What left a conversation is found without reading all that left."""
 
-from kp_core import Fact, MemoryFactStore, PackStore, events, load_engine
+import pytest
+
+from kp_core import Fact, MemoryFactStore, PackStore, SentenceTransformerEmbedder, events, load_engine
 from kp_methods import recall
 from tests.kits import HashEmbedder, tiny_model, tiny_tokenizer
 
@@ -45,3 +47,28 @@ def test_packs_of_no_fact_are_not_found_and_that_is_said(tmp_path, caplog):
     [found] = recall.recalled("When does the ferry leave?", handles, facts, engine, store.view("book"), room=99)
     assert found.pack.text == "The mill has four sails."
     [_] = caplog.records
+
+
+@pytest.mark.slow
+def test_a_question_about_nothing_that_was_met_finds_nothing(smol, tmp_path):
+    store, facts = PackStore(tmp_path), MemoryFactStore(SentenceTransformerEmbedder())
+    said = {
+        "Who runs the bakery?": "The bakery of Tarn is run by Pim Oster. Its loaf has juniper berries.",
+        "When does the ferry leave?": "The ferry across the lake leaves Tarn at 7:40 and costs three silver marks.",
+        "How many beds does the hospital have?": "The hospital of Tarn has 46 beds. Its chief surgeon is Ines Karrow.",
+    }
+    facts.add([Fact(text, namespace="book") for text in said.values()])
+    handles = [store.put(pack) for pack in smol.build_packs(said.values(), namespace="book", progress=False)]
+
+    def found(question):
+        packs = recall.recalled(question, handles, facts, smol, store.view("book"), room=1000)
+        return [pack.pack.text for pack in packs]
+
+    for question, text in said.items():
+        assert text in found(question)
+    for question in (
+        "What is the capital of France?",
+        "Which instrument does the mayor play?",
+        "How deep is the mine?",
+    ):
+        assert found(question) == []

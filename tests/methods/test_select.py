@@ -13,6 +13,7 @@ from kp_core import PackStore
 from kp_core.errors import ContextOverflowError, OptionError
 from kp_core.prompt.conversation import Turn, to_turns
 from kp_methods import select
+from kp_methods.calibration import Calibrations
 from kp_methods.select import Selector, _new_words, query_of, selector_of
 from tests.conftest import tiny_engine
 
@@ -163,6 +164,7 @@ def test_what_is_sent_without_a_choice_fits_the_window(anywhere, tmp_path):
 
 def test_without_heads_it_says_so(anywhere, monkeypatch):
     engine, options, handles = anywhere
+    monkeypatch.setattr(Calibrations, "_shipped", lambda _: None)  # It has heads of the bundled model.
     engine._last_planner = None
     attention = type(engine)._attention
     monkeypatch.setattr(type(engine), "_attention", lambda *asked: attention(*asked) * float("nan"))
@@ -172,8 +174,9 @@ def test_without_heads_it_says_so(anywhere, monkeypatch):
     engine._last_planner = None
 
 
-def test_damaged_heads_are_found_again(anywhere, tmp_path):
+def test_damaged_heads_are_found_again(anywhere, tmp_path, monkeypatch):
     engine, options, handles = anywhere
+    monkeypatch.setattr(Calibrations, "_shipped", lambda _: None)
     engine._last_planner = None
     first = engine.generate(ask(handles, TOWNS[0]), composer=SELECT, **options)
     found, (file,) = selector_of(engine.host)._found, (tmp_path / "cache").glob("composers/*")
