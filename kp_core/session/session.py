@@ -328,6 +328,8 @@ class Session(Shared):
         """
         if not isinstance(self.engine, Branches):
             raise self._lacking("likelihoods")
+        if isinstance(conversations, str):
+            raise OptionError(f"Got {conversations[:40]!r} as conversations; expected a list of them.")
         request, tokens = Request.of(options), self.tokenizer.encode(answer, add_special_tokens=False)
         if request.thinking is None and self.template.thinking_switch:
             request = replace(request, thinking=False)

@@ -403,6 +403,10 @@ def test_a_decision_needs_the_probabilities_of_all_labels(server, address):
     assert (decided.usage.computed_tokens, decided.usage.reused_tokens) == (decided.usage.prompt_tokens, 0)
     with pytest.raises(ModelError, match="'lamp' are not finite"):
         session.decide(TEXT, asked)
+    tokens = session.tokenizer.encode("A bell.", add_special_tokens=False)
+    assert session.log_likelihoods([TEXT, "Who?"], "A bell.") == [-1.5 * len(tokens)] * 2
+    with pytest.raises(ModelError, match="not finite"):
+        session.log_likelihoods(["A lamp?"], "A bell.")
 
 
 def test_a_forked_process_asks_a_server_over_connections_of_its_own(server, address):

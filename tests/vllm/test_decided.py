@@ -54,6 +54,13 @@ def test_probabilities_are_those_of_the_local_engine(both):
     check_same(again, both.here.decide(ISLES, QUESTIONS))
 
 
+def test_likelihoods_are_those_of_the_local_engine(both):
+    asked, answer = [ISLES, "The ferry leaves at six."], "What is the coin of the isles called?"
+    there, here = (session.log_likelihoods(asked, answer) for session in (both.there, both.here))
+    assert there == pytest.approx(here, rel=0.01)
+    assert there[0] > there[1]
+
+
 def test_an_unlikely_label_has_its_probability(both):
     [ballot] = ballots_of({0: QUESTIONS["unlikely"]}, 1, both.here.tokenizer)
     logits = both.here.prefill(f"{ISLES}\n\n{ballot.text}").logits

@@ -154,6 +154,11 @@ def test_perplexity_is_that_of_the_tokens_one_by_one():
     one = perplexity(engine, "Who?", engine.tokenizer.decode(tokens[:1]))
     assert one == pytest.approx(math.exp(-behind[0, tokens[0]]), rel=1e-3)
     assert perplexity(engine, "Who?", "") == 1.0
+    two = engine.log_likelihoods(["Where?", "Who?"], answer)
+    assert two[1] == pytest.approx(float(behind[range(len(tokens)), tokens].sum()), rel=1e-3)
+    assert two[0] != two[1]
+    with pytest.raises(OptionError, match="expected a list of them"):
+        engine.log_likelihoods("Who?", answer)
 
 
 @pytest.mark.parametrize(
