@@ -24,6 +24,7 @@ from kp_core.banks.compiling import provenance_of
 from kp_core.banks.delivery import Delivery
 from kp_core.errors import FactError, PackNotFoundError, PromptError
 from kp_core.packs.pack import KnowledgePack, PackKey
+from kp_core.prompt.conversation import SLOT
 from kp_serve.rights import Rights, salt_of, server_key
 from kp_serve.wire import Access, HTTPError, Visit, read_keys, send_bytes
 
@@ -185,8 +186,7 @@ class ServerState:
     ) -> dict[str, Any]:
         """Have the served model compile a text, unless its KV is stored, and describe its pack. Raises `HTTPError`."""
         pack_namespace = visit.writable(namespace)
-        placement: Literal["user", "system"] = "system" if compiled_for == "system" else "user"
-        if not isinstance(text, str) or compiled_for != placement:
+        if not isinstance(text, str) or compiled_for not in ("user", "system"):
             raise HTTPError(400, "Expected 'text', a string, and 'compiled_for' of 'user' or 'system'.")
         origin = {} if provenance is None else provenance
         if not isinstance(origin, Mapping) or not all(isinstance(detail, str) for detail in origin.values()):
@@ -195,7 +195,11 @@ class ServerState:
         if any(name.startswith("kp:") for name in origin):
             raise HTTPError(400, "Got a name in 'provenance' that begins with 'kp:'. These are for edits and seals.")
         self.refuse_special(text)
-        prefix, token_ids = await asyncio.to_thread(self.template.tokenise_pack, text, placement)
+        # Clients of chat have no place for memory, which ends its line: their handle stands in the message itself.
+        place = [{"role": str(compiled_for), "content": SLOT}]
+        if compiled_for == "system":
+            place.append({"role": "user", "content": "?"})
+        prefix, token_ids = await asyncio.to_thread(self.template.tokenise_pack, text, place)
         limits = await _served(visit)
         ids = [*prefix, *token_ids]
         if len(ids) >= limits["max_positions"]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import s3server
-from kp_core import PackStore, Question, find_handles, load_engine, strip_handles
+from kp_core import Handle, PackStore, Question, find_handles, load_engine, strip_handles
 from kp_core.banks import ChromaFactStore, Fact
 from kp_core.errors import ModelError, UnsupportedRequestError
 from kp_serve.engine import VLLMEngine
@@ -109,6 +109,16 @@ def test_facts_of_others_look_like_none_at_all(server):
     refused = [server.ask("POST", "/v1/facts", {"facts": [], "namespace": name}) for name in ("b", "c")]
     assert refused[0].text.replace("'b'", "'c'") == refused[1].text
     assert server.ask("GET", f"/v1/facts/{other['id']}", key="b").json() == other
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_a_pack_is_what_a_message_of_its_role_begins_with(server, role):
+    body = {"text": TEXT, "namespace": "a", "compiled_for": role}
+    pack = server.store.get(Handle.parse(server.ask("POST", "/v1/packs", body).json()["handle"]))
+    for said in (TEXT, f"{TEXT} And more.", f"{TEXT}\nWho?"):
+        messages = [{"role": role, "content": said}, *[{"role": "user", "content": "?"}] * (role == "system")]
+        ids = server.gate.state.template.render(messages).token_ids
+        assert ids[: len(pack.prefix) + len(pack.token_ids)] == (*pack.prefix, *pack.token_ids)
 
 
 def test_facts_that_are_refused_leave_no_packs(server):
