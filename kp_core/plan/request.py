@@ -49,7 +49,7 @@ ABOUT: Mapping[str, str] = {
     "top_k": "Choose among so many of the likeliest tokens; 0 (default) is all.",
     "repetition_penalty": "Above 1 (default), tokens that stood before become less likely.",
     "seed": "Equal seeds choose equal tokens. Without one, each call with a `temperature` draws anew.",
-    "stop": "Strings that end the answer and are left out of it.",
+    "stop": "Strings that end the answer and are left out of it; not of answers with a schema, and forced calls.",
     "logprobs": "Return the log-probability of each generated token, before temperature, penalties and grammar.",
     "top_logprobs": (
         "Also return this many of the likeliest tokens in the place of each, at most 20. It switches `logprobs` on."
@@ -172,7 +172,13 @@ class Request(Sampling):
     @property
     def sampling(self) -> Sampling:
         """The part of the options that says how the next token is chosen."""
-        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
+        values = {field.name: getattr(self, field.name) for field in fields(Sampling)}
+        return Sampling(**{**values, "stop": self.stops})
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """`stop`, unless the answer is JSON, which ends where its schema does and may hold any of these."""
+        return () if self.shape.schema is not None or self.shape.is_forced else self.stop
 
     @cached_property
     def shape(self) -> AnswerShape:

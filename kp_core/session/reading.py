@@ -113,7 +113,7 @@ def read_answer(
     Each piece has the log-probabilities of new tokens, if the stream has any; the last piece may have nothing else.
     """
     parts, decoder = _readers(plan, template, request)
-    text, tokens = VisibleText(request.stop), list[int]()
+    text, tokens = VisibleText(request.stops), list[int]()
     bytes_of, logprobs = token_bytes(template.tokenizer) if request.gives_logprobs else None, list[TokenLogprob]()
 
     def told(deltas: Iterable[Delta]) -> Iterator[Delta]:

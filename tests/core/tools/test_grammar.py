@@ -293,6 +293,12 @@ LINKS = {
 }  # fmt: skip
 
 
+def test_stop_does_not_cut_what_a_schema_holds():
+    engine, schema = tiny_engine(), {"type": "object", "properties": {"a": {"const": "x, y"}}, "required": ["a"]}
+    answer = engine.generate("Go.", response_schema=schema, stop=[",", "{"], max_tokens=60)
+    assert json.loads(answer.text) == {"a": "x, y"}
+
+
 @pytest.mark.parametrize("name", LINKS)
 @pytest.mark.parametrize("forced_call", [False, True])
 def test_references_and_members_are_those_of_the_tool(name, forced_call):
