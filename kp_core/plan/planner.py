@@ -180,7 +180,9 @@ class Planner:
             return span
         stored = view.peek(Handle.parse(span.handle), key)
         if stored is not None and key.fits(stored) and stored.stored_bytes:
-            there = replace(span, reference=replace(span.reference, pack=stored))
+            # At another place the pack may begin and end with other tokens.
+            stop = min(span.stop, span.start + len(stored.token_ids))
+            there = replace(span, stop=stop, reference=replace(span.reference, pack=stored))
             return there if all(_stands(there, prompt)) else span
         return span
 

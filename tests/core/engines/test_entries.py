@@ -35,6 +35,23 @@ def test_two_placements_share_a_store(tmp_path, order):
         assert torch.equal(found.logits, oracle.logits)
 
 
+@pytest.mark.slow
+def test_a_place_where_the_text_shares_a_token_with_blanks_before_it(smol, tmp_path):
+    store, text = PackStore(tmp_path), "The ferry to Sorrel Island leaves Veyl at dawn. Its captain is Mara Quill."
+    said = "Context:\n  {pack}\n  Answer from it."
+    place = [{"role": "system", "content": said}, {"role": "user", "content": "?"}]
+    for compiled_for in ("user", place):
+        handle = store.put(smol.build_pack(text, namespace="isles", compiled_for=compiled_for))
+    smol.clear_cache()
+    asked = [
+        {"role": "system", "content": said.format(pack=handle)},
+        {"role": "user", "content": "Who is the captain?"},
+    ]
+    answer = smol.generate(asked, view=store.view("isles"), max_tokens=1, keep="never")
+    [span] = answer.prompt.spans
+    assert answer.usage.reused_tokens == len(span.pack.token_ids) == span.stop - span.start
+
+
 def test_two_models_share_a_store(tmp_path):
     other = load_engine(tiny_model("llama", seed=1), tokenizer=tiny_tokenizer(merges=7), chunk_tokens=16)
     engines, store = (tiny_engine(), other), PackStore(tmp_path)
