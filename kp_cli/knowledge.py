@@ -355,7 +355,7 @@ def _compile_there(server: Compiles, units: Sequence[Fact], unit: Unit) -> None:
 
 def _used(facts: ChromaFactStore, place: str, options: PlaceOptions) -> dict[str, set[Handle]]:
     """The packs of a collection, by place."""
-    return {folder: delivery.used_and_not()[0] for folder, delivery in _deliveries(facts, place, options)}
+    return {folder: {*delivery.used_and_not()[0]} for folder, delivery in _deliveries(facts, place, options)}
 
 
 def _collect(

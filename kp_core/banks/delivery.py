@@ -182,9 +182,9 @@ class Delivery:
 
     def orphans(self) -> list[Handle]:
         """Return the packs, in the namespaces of this object, whose facts no longer exist."""
-        return [*self.used_and_not()[1]]
+        return self.used_and_not()[1]
 
-    def used_and_not(self) -> tuple[set[Handle], set[Handle]]:
+    def used_and_not(self) -> tuple[list[Handle], list[Handle]]:
         """The packs in the namespaces of this object that facts of its collection use, and all others."""
         compiled = self.compiled()
         kinds = {str(pack.provenance["unit"]) for pack in compiled.values()}
@@ -192,7 +192,7 @@ class Delivery:
         for kind in kinds & set(get_args(Unit)):
             units = self._units(self.facts.facts(namespace=self.namespace), kind)  # type: ignore[arg-type]
             live |= {self.store.handle(unit.text, unit.namespace) for unit in units}
-        return compiled.keys() & live, compiled.keys() - live
+        return [each for each in compiled if each in live], [each for each in compiled if each not in live]
 
     def compiled(self) -> dict[Handle, KnowledgePack]:
         """Return the packs, without KV, that were made of facts or documents in the namespaces of this object."""
