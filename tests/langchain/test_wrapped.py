@@ -351,6 +351,12 @@ async def test_what_a_search_found_before_sync_is_not_written_after_it(precompil
         assert not list(shelf)
 
 
+def test_what_is_no_document_is_named(collection, shelf):
+    retriever = KnowledgePackRetriever.from_retriever(collection.as_retriever(), **parts(shelf, kv="lazy"))
+    with pytest.raises(FactError, match=r"Got 'The mill\.' to compile; expected a LangChain `Document`"):
+        retriever.compile(["The mill."])
+
+
 def test_sync_of_duplicates_and_documents_without_ids(collection, shelf):
     retriever = KnowledgePackRetriever.from_retriever(
         collection.as_retriever(search_kwargs={"k": 30}), **parts(shelf, kv="lazy")

@@ -145,6 +145,14 @@ async def test_search_results_are_remembered_as_their_packs_and_forgotten_with_t
     assert not [path for path in store.path.rglob("*") if path.is_file() and b"four sails" in path.read_bytes()]
 
 
+async def test_a_result_that_comes_again_stands_once(block, store):
+    mill = store.put(ENGINE.build_pack("The mill has four sails.", namespace="isles", lazy=True))
+    for _ in range(3):
+        await block.aput([ChatMessage(str(mill), role="tool", additional_kwargs={"tool_call_id": "1"})])
+    assert block.handles.count(str(mill)) == 1
+    assert block.text() == f"tool:\n{mill}\n" + "tool:\n(As found above.)\n" * 2
+
+
 async def test_what_a_user_said_is_deleted_in_one_call(store):
     block = KnowledgePackMemoryBlock(engine=ENGINE, store=store, namespace="ada")
     other = KnowledgePackMemoryBlock(engine=ENGINE, store=store, namespace="bert")

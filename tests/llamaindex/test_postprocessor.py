@@ -182,6 +182,10 @@ def test_the_empty_docstore_of_an_index_over_a_vector_store_removes_nothing(pack
     with pytest.raises(FactError, match=r"Got no nodes; nothing was removed.*get_nodes\(None\)"):
         packs.sync(index.docstore.docs.values())
     assert sorted(handles) == sorted(map(str, store))
+    for of_nodes in (packs.compile, packs.sync):
+        with pytest.raises(FactError, match=r"for a node; expected nodes, e.g. `index.docstore.docs.values\(\)`"):
+            of_nodes({node.node_id: node for node in nodes})
+    assert len(list(store)) == len(handles)
 
 
 def test_bad_settings(store):
