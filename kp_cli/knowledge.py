@@ -388,7 +388,8 @@ def _collect(
             except ModelError as error:
                 raise ModelError(
                     f"{error} It may have packs that no fact uses any more: `kp remove {shlex.quote(place)} --unused` "
-                    f"tries again. A server that is gone stands in {PLACES} of the collection; take it out there."
+                    "tries again, and removes what others keep in a place that they share. A server that is gone "
+                    f"stands in {PLACES} of the collection; take it out there."
                 ) from error
         delivery.forget(*unused)
         count += len(unused)
